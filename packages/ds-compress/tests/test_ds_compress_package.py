@@ -1,0 +1,15 @@
+"""The package is empty and says so: only its version is public."""
+
+from __future__ import annotations
+
+import ds_compress
+from ds_compress._version import __version__
+
+
+def test_only_the_version_is_public() -> None:
+    assert ds_compress.__all__ == ["__version__"]
+    assert ds_compress.__version__ == __version__
+
+
+def test_docstring_says_that_nothing_is_in_it() -> None:
+    assert "nothing is in this package yet" in (ds_compress.__doc__ or "")

@@ -1,0 +1,7 @@
+"""Serving of large models: nothing is in this package yet, only its metadata."""
+
+from __future__ import annotations
+
+from ds_inference._version import __version__
+
+__all__ = ["__version__"]
