@@ -22,7 +22,7 @@ from ds_comm.config.section import (
     unavailable_values,
 )
 from ds_comm.config.suggest import report_unknown
-from ds_comm.config.values import auto_paths, is_auto, read_flag, report_auto
+from ds_comm.config.values import auto_paths, is_auto, read_flag, report_auto, shown
 
 __all__ = ["build", "collect"]
 
@@ -55,9 +55,7 @@ def build(section_cls: type[_S], data: Mapping[str, Any], *, where: str = "") ->
     return section
 
 
-def collect(
-    section_cls: type[_S], data: object, report: Report, *, path: str = ""
-) -> _S | None:
+def collect(section_cls: type[_S], data: object, report: Report, *, path: str = "") -> _S | None:
     """Reads a section as far as it can be read and adds what is wrong to a report.
 
     Args:
@@ -71,7 +69,9 @@ def collect(
         formed. To be used only for further checks when the report has problems.
     """
     if not isinstance(data, Mapping):
-        report.add(ProblemKind.MALFORMED, path, f"an object {{...}} is expected, given {data!r}")
+        report.add(
+            ProblemKind.MALFORMED, path, f"an object {{...}} is expected, given {shown(data)}"
+        )
         return None
     if not report.known_paths and not path:
         report.known_paths = key_paths(section_cls)
@@ -79,7 +79,8 @@ def collect(
     rewrite_old_forms(section_cls, values, report, path)
     settle_absent_blocks(section_cls, values, report, path)
     fields = field_keys(section_cls)
-    blocks = [rule.key for rule in (*section_cls.pending, *section_cls.elsewhere)]
+    blocks = [rule.key for rule in section_cls.pending]
+    blocks += [foreign.key for foreign in section_cls.elsewhere]
     kept: dict[str, Any] = {}
     for key, value in values.items():
         if key not in fields:
@@ -94,9 +95,7 @@ def collect(
     return section
 
 
-def _read_value(
-    field: FieldInfo, value: object, report: Report, path: str
-) -> tuple[Any, bool]:
+def _read_value(field: FieldInfo, value: object, report: Report, path: str) -> tuple[Any, bool]:
     """The value to validate, and whether there is one."""
     if marker_of(field, NoEffect) is not None:
         report.without_effect.append(path)
@@ -110,11 +109,8 @@ def _read_value(
             return None, True
         section = collect(inner, value, report, path=path)
         return section, section is not None
-    unresolved = list(auto_paths(value, path))
-    for auto_path in unresolved:
+    for auto_path in auto_paths(value, path):  # inside free-form values, which are kept
         report_auto(report, auto_path)
-    if unresolved:
-        return None, False
     is_flag = bool in bare_types(field.annotation)
     return read_flag(value, report, path) if is_flag else value, True
 
@@ -125,9 +121,7 @@ def _location(path: str, location: tuple[int | str, ...]) -> str:
     return path
 
 
-def _validate(
-    section_cls: type[_S], kept: dict[str, Any], report: Report, path: str
-) -> _S | None:
+def _validate(section_cls: type[_S], kept: dict[str, Any], report: Report, path: str) -> _S | None:
     """Validates twice: the second time without the malformed values, for the later checks."""
     try:
         return section_cls.model_validate(kept, context=DEFERRED)
@@ -142,7 +136,9 @@ def _validate(
                 report.add(ProblemKind.MALFORMED, full, "a value is required")
         else:
             text = problem["msg"].removeprefix("Value error, ")
-            report.add(ProblemKind.MALFORMED, full, f"{text}, given {_shown(problem['input'])}")
+            text = text.replace("Input should be", "must be")
+            given = shown(problem["input"])
+            report.add(ProblemKind.MALFORMED, full, f"{text}, given {given}")
         kept.pop(str(location[0]), None)
     try:
         return section_cls.model_validate(kept, context=DEFERRED)
@@ -150,15 +146,9 @@ def _validate(
         return None
 
 
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}..."
-
-
 def _report_complaints(section: Section, report: Report, path: str) -> None:
-    for kind, key, message in unavailable_values(section):
-        report.add(kind, join_path(path, key), message)
+    for key, message in unavailable_values(section):
+        report.add(ProblemKind.UNAVAILABLE, join_path(path, key), message)
     for found in section.contradictions():
-        involved = (join_path(path, key) for key in (*found.involves, found.path))
-        if not any(report.is_unusable(full) for full in involved):
-            report.add(ProblemKind.CONTRADICTION, join_path(path, found.path), found.message)
+        if not any(report.is_unusable(join_path(path, key)) for key in found.involves):
+            report.add(found.kind, join_path(path, found.path), found.message)

@@ -86,9 +86,7 @@ def parse_document(text: str, *, source: str = "the configuration") -> dict[str,
         lines = "\n  ".join(repeated)
         raise ConfigError(f"{source}: duplicate keys; keep one of each:\n  {lines}")
     if not isinstance(raw, _Pairs):
-        raise ConfigError(
-            f"{source}: the top level must be an object {{...}}, not {_kind_of(raw)}"
-        )
+        raise ConfigError(f"{source}: the top level must be an object {{...}}, not {_kind_of(raw)}")
     plain: dict[str, Any] = _to_plain(raw)
     return plain
 

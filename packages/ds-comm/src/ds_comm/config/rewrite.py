@@ -13,7 +13,7 @@ from ds_comm.config.report import ProblemKind, Report, join_path
 from ds_comm.config.rules import KeyTree, Pending, Renamed, switched_on
 from ds_comm.config.section import Section
 from ds_comm.config.suggest import report_unknown
-from ds_comm.config.values import is_auto, read_flag, report_auto
+from ds_comm.config.values import is_auto, read_flag, report_auto, shown
 
 __all__ = ["rewrite_old_forms", "settle_absent_blocks"]
 
@@ -27,7 +27,8 @@ def rewrite_old_forms(
         if isinstance(value, short.kind):
             values[short.key] = short.convert(value)
             report.notice(
-                f"{join_path(path, short.key)}: {value!r} is an old form of {values[short.key]!r}"
+                f"{join_path(path, short.key)}: {shown(value)} is an old form of "
+                f"{shown(values[short.key])}"
             )
     for renamed in section_cls.renamed:
         if renamed.old in values:
@@ -54,9 +55,9 @@ def _rename(rule: Renamed, values: dict[str, Any], report: Report, path: str) ->
         try:
             new_value = rule.convert(value)
         except ValueError as error:
-            report.add(ProblemKind.MALFORMED, old_path, f"{error}, given {value!r}")
+            report.add(ProblemKind.MALFORMED, old_path, f"{error}, given {shown(value)}")
             return
-    report.notice(f"{old_path} is an old name; it was read as {new_paths} = {new_value!r}")
+    report.notice(f"{old_path} is an old name; it was read as {new_paths} = {shown(new_value)}")
     for target in rule.new:
         _put(values, target.split("."), new_value)
 
@@ -100,7 +101,7 @@ def settle_absent_blocks(
 def _settle_pending(rule: Pending, value: object, report: Report, path: str) -> None:
     if not isinstance(value, Mapping):
         report.add(
-            ProblemKind.MALFORMED, path, f"an object {{...}} is expected, given {value!r}"
+            ProblemKind.MALFORMED, path, f"an object {{...}} is expected, given {shown(value)}"
         )
         return
     block = dict(value)
@@ -125,9 +126,7 @@ def _check_keys(block: Mapping[str, Any], keys: KeyTree, report: Report, path: s
             _check_keys(value, inner, report, join_path(path, key))
 
 
-def _settle_switch(
-    block: dict[str, Any], keys: list[str], report: Report, path: str
-) -> None:
+def _settle_switch(block: dict[str, Any], keys: list[str], report: Report, path: str) -> None:
     """Reads a switch written as text; an "auto" is reported and counts as off."""
     first, *rest = keys
     value = block.get(first)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ds_comm.config.report import ProblemKind
+
 __all__ = [
     "Auto",
     "Contradiction",
@@ -132,6 +134,8 @@ class Contradiction:
     """What does not fit and what to do."""
     involves: tuple[str, ...]
     """All keys that were looked at, relative to the section; skipped if one is malformed."""
+    kind: ProblemKind = ProblemKind.CONTRADICTION
+    """How to classify it."""
 
 
 def switched_on(block: Mapping[str, Any], rule: Pending) -> Iterable[str]:

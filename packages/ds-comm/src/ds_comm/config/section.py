@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
-from ds_comm.config.report import ProblemKind, join_path
+from ds_comm.config.report import join_path
 from ds_comm.config.rules import (
     Contradiction,
     Elsewhere,
@@ -20,6 +20,7 @@ from ds_comm.config.rules import (
     Renamed,
     Shorthand,
 )
+from ds_comm.config.values import shown
 
 __all__ = [
     "DEFERRED",
@@ -55,9 +56,7 @@ def marker_of(field: FieldInfo, kind: type[_Marker]) -> _Marker | None:
 
 def field_keys(section: type[Section]) -> dict[str, tuple[str, FieldInfo]]:
     """Field name and description by the key that stands for it in a document."""
-    return {
-        field.alias or name: (name, field) for name, field in section.model_fields.items()
-    }
+    return {field.alias or name: (name, field) for name, field in section.model_fields.items()}
 
 
 def section_type(field: FieldInfo) -> type[Section] | None:
@@ -68,7 +67,7 @@ def section_type(field: FieldInfo) -> type[Section] | None:
     return None
 
 
-@lru_cache(maxsize=None)
+@cache
 def key_paths(section: type[Section]) -> Mapping[str, tuple[str, ...]]:
     """All dotted paths of a schema by their last key."""
     found: dict[str, list[str]] = {}
@@ -121,27 +120,27 @@ class Section(BaseModel):
     def _refuse_complaints(self, info: ValidationInfo) -> Section:
         if info.context is DEFERRED:
             return self
-        complaints = [f"{key}: {message}" for _, key, message in unavailable_values(self)]
+        complaints = [f"{key}: {message}" for key, message in unavailable_values(self)]
         complaints += [f"{c.path}: {c.message}" for c in self.contradictions()]
         if complaints:
             raise ValueError("; ".join(complaints))
         return self
 
 
-def unavailable_values(section: Section) -> Iterator[tuple[ProblemKind, str, str]]:
+def unavailable_values(section: Section) -> Iterator[tuple[str, str]]:
     """Values that ask for a feature that is not available yet.
 
     Args:
         section: A validated section.
 
     Yields:
-        Kind of problem, the key relative to the section, and the message.
+        The key relative to the section, and the message.
     """
     for key, (name, field) in field_keys(type(section)).items():
         marker = marker_of(field, NotYet)
         if marker is None:
             continue
         value = section.__dict__[name]
-        if value != field.get_default(call_default_factory=True, validated_data={}):
-            message = f"{value!r} is not available yet in this version; {marker.instead}"
-            yield ProblemKind.UNAVAILABLE, key, message
+        if value != field.default:
+            message = f"{shown(value)} is not available yet in this version; {marker.instead}"
+            yield key, message

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 
 from ds_comm.config.report import ProblemKind, Report, join_path
 
-__all__ = ["auto_paths", "is_auto", "read_flag", "report_auto"]
+__all__ = ["auto_paths", "is_auto", "read_flag", "report_auto", "shown"]
 
 _FLAGS = {"true": True, "false": False}
+_LONGEST = 100  # characters of a value in a message
+
+
+def shown(value: object) -> str:
+    """A value as its author wrote it, in JSON where it has a JSON form, and not too long."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):  # a value of a Python mapping, or one that holds itself
+        text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def is_auto(value: object) -> bool:

@@ -42,9 +42,7 @@ _OWNERS = {
     "ds-aio": ("aio",),
 }
 
-ELSEWHERE = tuple(
-    Elsewhere(key, owner, _READER) for owner, keys in _OWNERS.items() for key in keys
-)
+ELSEWHERE = tuple(Elsewhere(key, owner, _READER) for owner, keys in _OWNERS.items() for key in keys)
 """Keys of other packages."""
 
 PENDING = (

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+from pydantic import Field
+
 from ds_comm.config import (
     Contradiction,
     DTypeName,
@@ -26,8 +28,6 @@ from ds_comm.config import (
     load_document,
 )
 from ds_comm.errors import ConfigError
-from pydantic import Field
-
 from ds_zero.config.absent import ELSEWHERE, PENDING, REMOVED
 from ds_zero.config.batch import BatchSizes, resolve_batch_sizes
 from ds_zero.config.optim import OptimizerSection, SchedulerSection

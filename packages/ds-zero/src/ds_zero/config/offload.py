@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from ds_comm.config import Contradiction, Flag, NotYet, Number, Section, Whole
 from pydantic import Field
+
+from ds_comm.config import Contradiction, Flag, NotYet, Number, Section, Whole
 
 __all__ = ["OffloadOptimizerSection", "OffloadParamSection"]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from ds_comm.config import Contradiction, Flag, NotYet, Section
 from pydantic import Field
+
+from ds_comm.config import Contradiction, Flag, NotYet, ProblemKind, Section
 
 __all__ = ["OptimizerSection", "SchedulerSection"]
 
@@ -31,7 +32,7 @@ class OptimizerSection(Section):
             yield Contradiction(
                 "params.max_grad_norm",
                 'not an optimiser argument; write the top-level "gradient_clipping" instead',
-                ("params",),
+                ("params.max_grad_norm",),
             )
         if self.type.lower() in _COMPRESSED:
             yield Contradiction(
@@ -39,6 +40,7 @@ class OptimizerSection(Section):
                 f"{self.type!r} is not available yet in this version (will come with "
                 'ds-compress); use "AdamW"',
                 ("type",),
+                ProblemKind.UNAVAILABLE,
             )
 
 

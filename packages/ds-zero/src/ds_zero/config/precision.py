@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated
 
+from pydantic import Field
+
 from ds_comm.config import (
     Contradiction,
     DTypeName,
@@ -16,7 +18,6 @@ from ds_comm.config import (
     Strings,
     Whole,
 )
-from pydantic import Field
 
 __all__ = ["Bf16Section", "DataTypesSection", "Fp16Section", "TorchAutocastSection"]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from ds_comm.config import Flag, NoEffect, NotYet, Section, Whole
 from pydantic import BeforeValidator, Field
+
+from ds_comm.config import Flag, NoEffect, NotYet, Section, Whole
 
 __all__ = [
     "ActivationCheckpointingSection",
@@ -31,17 +32,15 @@ class ParallelWriteSection(Section):
 class CheckpointSection(Section):
     """``checkpoint``: saving and loading."""
 
-    tag_validation: Annotated[
-        Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capitalised)
-    ] = "Warn"
+    tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capitalised)] = (
+        "Warn"
+    )
     """What to do when ranks save under different tags."""
     load_universal: Annotated[
         Flag, NoEffect("every checkpoint loads at every stage and on any number of ranks")
     ] = False
     """Load a checkpoint in the layout-independent format."""
-    use_node_local_storage: Annotated[
-        Flag, NotYet("save to a folder that all ranks share")
-    ] = False
+    use_node_local_storage: Annotated[Flag, NotYet("save to a folder that all ranks share")] = False
     """Write to storage that each node has for itself."""
     parallel_write: ParallelWriteSection = Field(default_factory=ParallelWriteSection)
     """Who writes what."""

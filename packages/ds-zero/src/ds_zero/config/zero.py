@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar
 
+from pydantic import Field
+
 from ds_comm.config import (
     Auto,
     Contradiction,
@@ -18,8 +20,6 @@ from ds_comm.config import (
     Strings,
     Whole,
 )
-from pydantic import Field
-
 from ds_zero.config.offload import OffloadOptimizerSection, OffloadParamSection
 
 __all__ = ["LeafModuleSection", "ZeroSection"]
@@ -156,9 +156,9 @@ class ZeroSection(Section):
         Flag, NoEffect("the algorithm of a gather is picked per backend")
     ] = Field(default=False, alias="stage3_use_all_reduce_for_fetch_params")
     """Gather parameters by all-reduce."""
-    allgather_sequential: Annotated[
-        Flag, NoEffect("a unit is one gather")
-    ] = Field(default=False, alias="stage3_allgather_sequential")
+    allgather_sequential: Annotated[Flag, NoEffect("a unit is one gather")] = Field(
+        default=False, alias="stage3_allgather_sequential"
+    )
     """Gather parameters one by one."""
     memory_efficient_linear: Annotated[
         Flag, NoEffect("a unit comes back at its old address, so torch's own linear is used")
@@ -168,9 +168,7 @@ class ZeroSection(Section):
         Flag, NoEffect("every rank reads only the ranges that it owns")
     ] = False
     """Overlap reading a checkpoint with distributing it."""
-    override_module_apply: Annotated[
-        Flag, NoEffect("torch's own modules are never patched")
-    ] = True
+    override_module_apply: Annotated[Flag, NoEffect("torch's own modules are never patched")] = True
     """Gather parameters inside ``Module.apply``."""
     log_trace_cache_warnings: Annotated[
         Flag, NoEffect("there is no trace to invalidate; ranks that diverge raise")
@@ -186,7 +184,8 @@ class ZeroSection(Section):
         Renamed("cpu_offload_param", ("offload_param.device",), _device_of),
         Renamed("cpu_offload_params", ("offload_param.device",), _device_of),
         Renamed(
-            "cpu_offload_use_pin_memory", ("offload_optimizer.pin_memory", "offload_param.pin_memory")
+            "cpu_offload_use_pin_memory",
+            ("offload_optimizer.pin_memory", "offload_param.pin_memory"),
         ),
         Renamed(
             "stage3_gather_fp16_weights_on_model_save",
@@ -214,20 +213,20 @@ class ZeroSection(Section):
         param = self.offload_param
         if param is not None and param.device != "none" and self.stage != 3:
             yield Contradiction(
-                "offload_param",
-                f"parameters are sharded, and so can be offloaded, only at stage 3, not {self.stage}",
+                "offload_param.device",
+                f"parameters are sharded, and can be offloaded, at stage 3, not {self.stage}",
                 ("offload_param.device", "stage"),
             )
         optimizer = self.offload_optimizer
         if optimizer is not None and optimizer.device != "none" and self.stage == 0:
             yield Contradiction(
-                "offload_optimizer",
+                "offload_optimizer.device",
                 "optimiser states are sharded, and so can be offloaded, from stage 1 on",
                 ("offload_optimizer.device", "stage"),
             )
         if optimizer is not None and optimizer.device == "nvme" and self.stage in (1, 2):
             yield Contradiction(
-                "offload_optimizer",
+                "offload_optimizer.device",
                 f'device "nvme" needs stage 3; at stage {self.stage} write "cpu"',
                 ("offload_optimizer.device", "stage"),
             )
