@@ -14,7 +14,9 @@ import torch
 from ds_comm.errors import ConfigError
 from ds_zero.schedules import (
     SCHEDULES,
+    LRRangeTest,
     OneCycle,
+    WarmupCosineLR,
     WarmupDecayLR,
     WarmupLR,
     add_tuning_arguments,
@@ -128,9 +130,17 @@ def test_every_schedule_parameter_has_a_flag() -> None:
         (WarmupLR, {"warmup_max_lr": 0.1, "warmup_num_steps": 7, "warmup_type": "log"}),
         (WarmupLR, {"warmup_max_lr": 0.1, "warmup_num_steps": 7, "warmup_type": "linear"}),
         (WarmupDecayLR, {"total_num_steps": 20, "warmup_max_lr": 0.1, "warmup_num_steps": 7}),
+        (WarmupCosineLR, {"total_num_steps": 20, "warmup_num_steps": 7}),
+        (LRRangeTest, {"lr_range_test_step_size": 3, "lr_range_test_staircase": True}),
         (
             OneCycle,
-            {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_first_step_size": 5},
+            {
+                "cycle_min_lr": 0.1,
+                "cycle_max_lr": 1.0,
+                "cycle_first_step_size": 5,
+                "decay_step_size": 3,
+                "decay_lr_rate": 0.5,
+            },
         ),
     ],
 )
