@@ -54,6 +54,8 @@ class NotYet:
 
     instead: str
     """What can be used now."""
+    also: tuple[Any, ...] = ()
+    """Values that are accepted beside the default, since they ask for nothing either."""
 
 
 @dataclass(frozen=True)

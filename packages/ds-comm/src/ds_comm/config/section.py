@@ -111,6 +111,8 @@ class Section(BaseModel):
     """Keys that another package reads."""
     pending: ClassVar[tuple[Pending, ...]] = ()
     """Blocks of features that are not available yet."""
+    switch: ClassVar[str] = ""
+    """Key without which the others are not read, for the reference page."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         """Values that do not go together; overridden by sections that have such rules."""
@@ -141,6 +143,6 @@ def unavailable_values(section: Section) -> Iterator[tuple[str, str]]:
         if marker is None:
             continue
         value = section.__dict__[name]
-        if value != field.default:
+        if value != field.default and value not in marker.also:
             message = f"{shown(value)} is not available yet in this version; {marker.instead}"
             yield key, message

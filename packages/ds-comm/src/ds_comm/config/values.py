@@ -44,8 +44,7 @@ def report_auto(report: Report, path: str) -> None:
     report.add(
         ProblemKind.AUTO,
         path,
-        '"auto" cannot be resolved here; write a value (a trainer integration would have filled '
-        "it in before passing the configuration on)",
+        '"auto" cannot be resolved here; write a value, or let the trainer that you use fill it in',
     )
 
 

@@ -134,7 +134,7 @@ class EngineConfig(Section):
     ] = False
     """Order of the data-parallel and expert-parallel axes."""
     sequence_parallel_size: Annotated[
-        Whole | None, NotYet("leave it out: there is no sequence parallelism yet")
+        Whole | None, NotYet("leave it out: there is no sequence parallelism yet", also=(1,))
     ] = None
     """Ranks that share one sequence."""
     data_parallel_size: Annotated[Whole, Field(ge=1)] | None = None

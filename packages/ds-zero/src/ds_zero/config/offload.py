@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -28,6 +28,8 @@ def _nvme_path(device: str, path: str | None) -> Iterator[Contradiction]:
 class OffloadParamSection(Section):
     """``zero_optimization.offload_param``: where parameter shards live (stage 3)."""
 
+    switch: ClassVar[str] = "device"
+
     device: Device = "none"
     """``none``, ``cpu`` or ``nvme``."""
     nvme_path: str | None = None
@@ -48,6 +50,8 @@ class OffloadParamSection(Section):
 
 class OffloadOptimizerSection(Section):
     """``zero_optimization.offload_optimizer``: where optimiser states live and are updated."""
+
+    switch: ClassVar[str] = "device"
 
     device: Device = "none"
     """``none``, ``cpu`` or ``nvme``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -28,6 +28,8 @@ _FP32_STATES = "leave it false: master weights and optimiser states are fp32"
 class Bf16Section(Section):
     """``bf16``: compute in bfloat16 with fp32 master weights."""
 
+    switch: ClassVar[str] = "enabled"
+
     enabled: Flag = False
     """Cast the model to bfloat16 and keep fp32 master weights."""
     immediate_grad_update: Annotated[
@@ -46,6 +48,8 @@ class Bf16Section(Section):
 
 class Fp16Section(Section):
     """``fp16``: compute in float16 with loss scaling."""
+
+    switch: ClassVar[str] = "enabled"
 
     enabled: Annotated[Flag, NotYet(_USE_BF16)] = False
     """Cast the model to float16 and scale the loss."""
@@ -69,6 +73,8 @@ class Fp16Section(Section):
 
 class TorchAutocastSection(Section):
     """``torch_autocast``: fp32 parameters, computation under ``torch.autocast``."""
+
+    switch: ClassVar[str] = "enabled"
 
     enabled: Annotated[Flag, NotYet(_USE_BF16)] = False
     """Run the model under autocast."""
