@@ -89,9 +89,17 @@ class ChunkCheck:
         self._parameters = {info.name: info.numel for info in manifest.parameters}
         self._buffers = {info.name: info.numel for info in manifest.buffers}
         self._state_numel = manifest.state_numel()
+        self._empty: set[tuple[str, str]] = set()
 
-    def check(self, chunk: Chunk) -> None:
-        """Raise CheckpointError unless the chunk is a range of a tensor in the manifest."""
+    def admit(self, chunk: Chunk) -> bool:
+        """Return whether a chunk is to be written.
+
+        Empty ones are not, since they would share their key with the next; but one chunk of a
+        zero-size tensor is, so that its presence is known.
+
+        Raises:
+            CheckpointError: The chunk is no range of a tensor in the manifest.
+        """
         what = f"chunk {chunk.kind!r} of {chunk.name!r} at {chunk.start}"
         if not _KIND.fullmatch(chunk.kind) or chunk.kind == CLIENT:
             raise CheckpointError(f"{what} has a reserved or malformed kind")
@@ -107,3 +115,8 @@ class ChunkCheck:
             raise CheckpointError(
                 f"{what} with {chunk.data.numel()} elements lies outside the tensor's {numel}"
             )
+        if chunk.data.numel():
+            return True
+        fresh = numel == 0 and (chunk.kind, chunk.name) not in self._empty
+        self._empty.add((chunk.kind, chunk.name))
+        return fresh

@@ -201,8 +201,8 @@ def _write(
     with RankFiles(staging, stem, plan.save_id, plan.replace) as files:
         allowed = ChunkCheck(manifest)
         for chunk in chunks:
-            allowed.check(chunk)
-            files.add(chunk)
+            if allowed.admit(chunk):
+                files.add(chunk)
         for key, tensor in client.tensors.items():
             files.add(Chunk(CLIENT, key, 0, tensor.contiguous().reshape(-1)))
         files.finish()
