@@ -72,7 +72,7 @@ def parse_document(text: str, *, source: str = "the configuration") -> dict[str,
         raw = json.loads(
             plain_json(text), object_pairs_hook=_Pairs, parse_constant=_refuse_constant
         )
-        repeated = sorted(set(_duplicates(raw)))
+        repeated = list(dict.fromkeys(_duplicates(raw)))
     except json.JSONDecodeError as error:
         where = f"{source}, line {error.lineno}, column {error.colno}"
         raise ConfigError(f"{where}: not valid JSON: {error.msg}") from None

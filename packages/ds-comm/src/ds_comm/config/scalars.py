@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from pydantic import BeforeValidator, Strict
 __all__ = ["DTypeName", "Flag", "Number", "Strings", "Whole"]
 
 _MAX_WHOLE = sys.maxsize
+_DIGITS = re.compile(r"[+-]?[0-9]{1,30}")
 _DTYPES = {
     "fp32": "float32",
     "float32": "float32",
@@ -34,7 +36,7 @@ def _to_number(value: Any) -> Any:
         except ValueError:
             raise ValueError("a number is expected") from None
         # Digits alone are kept exact: a float has only 53 bits.
-        if value.strip().isascii() and value.strip().isdigit() and len(value) < 32:
+        if _DIGITS.fullmatch(value.strip()):
             number = int(value)
     else:
         number = value
