@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from ds_zero.checkpoint import (
     Chunk,
     Coordinator,
@@ -22,7 +24,6 @@ from ds_zero.checkpoint import (
     save,
     save_checkpoint,
 )
-from torch import Tensor
 
 
 class ThreadCoordinator:
@@ -92,9 +93,7 @@ class State:
 
         named = [(kind, name, t) for (kind, name), t in self.tensors.items()]
         return Manifest(
-            parameters=tuple(
-                info(n, t, n not in self.frozen) for k, n, t in named if k == "param"
-            ),
+            parameters=tuple(info(n, t, n not in self.frozen) for k, n, t in named if k == "param"),
             buffers=tuple(info(n, t, False) for k, n, t in named if k == "buffer"),
             aliases=self.aliases,
             **more,

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import torch
+
 from ds_zero.checkpoint import Chunk, Manifest, TensorInfo, rank_files, save_checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent))

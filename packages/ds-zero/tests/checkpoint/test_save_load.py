@@ -13,6 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
 from ds_zero.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -25,9 +29,6 @@ from ds_zero.checkpoint import (
     save,
     save_checkpoint,
 )
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from safetensors.torch import load_file
 
 DTYPES = [
     torch.float64,
@@ -221,9 +222,7 @@ def test_reads_only_the_blocks_it_needs(
     assert sum(taken) == 400_000
 
 
-def test_files_are_what_the_format_page_says(
-    tmp_path: Path, tools: Any, small_blocks: int
-) -> None:
+def test_files_are_what_the_format_page_says(tmp_path: Path, tools: Any, small_blocks: int) -> None:
     """Reads a checkpoint with struct, json and zlib alone."""
     state = tools.example_state()
     tools.save(tmp_path, "s", state, 3, client={"seen": 5})
