@@ -27,6 +27,13 @@ from ds_comm.config.values import auto_paths, is_auto, read_flag, report_auto, s
 __all__ = ["build", "collect"]
 
 _S = TypeVar("_S", bound=Section)
+_WORDING = (
+    ("Value error, ", ""),
+    ("Input should be", "must be"),
+    ("a valid boolean", "true or false"),
+    ("a valid string", "text"),
+    ("a valid dictionary", "an object {...}"),
+)
 
 
 def build(section_cls: type[_S], data: Mapping[str, Any], *, where: str = "") -> _S:
@@ -135,8 +142,9 @@ def _validate(section_cls: type[_S], kept: dict[str, Any], report: Report, path:
             if not report.is_unusable(full):
                 report.add(ProblemKind.MALFORMED, full, "a value is required")
         else:
-            text = problem["msg"].removeprefix("Value error, ")
-            text = text.replace("Input should be", "must be")
+            text = problem["msg"]
+            for pydantic_words, our_words in _WORDING:
+                text = text.replace(pydantic_words, our_words)
             given = shown(problem["input"])
             report.add(ProblemKind.MALFORMED, full, f"{text}, given {given}")
         kept.pop(str(location[0]), None)
