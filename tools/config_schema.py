@@ -139,6 +139,6 @@ def _status(section: type[Section], key: str, field: FieldInfo) -> str:
         return f"accepted, changes nothing: {no_effect.because}"
     if section_type(field) is not None:
         return "see its own table"
-    if section.switch not in ("", key):
-        return f"checked, and used when `{section.switch}` is on"
+    if section.key_rules.switch not in ("", key):
+        return f"checked, and used when `{section.key_rules.switch}` is on"
     return "used"

@@ -89,10 +89,10 @@ def _old_lines(sections: list[tuple[str, type[Section]]]) -> Iterator[str]:
     yield "|---|---|"
     for path, section in sections:
         prefix = f"{path}." if path else ""
-        for rule in section.renamed:
+        for rule in section.key_rules.renamed:
             new = " and ".join(f"`{prefix}{target}`" for target in rule.new)
             yield f"| `{prefix}{rule.old}` | {new} |"
-        for short in section.shorthands:
+        for short in section.key_rules.shorthands:
             for value, text in ((True, "true"), (False, "false")):
                 meant = short.convert(value).items()
                 new = ", ".join(f"`{prefix}{short.key}.{k}` = {v}" for k, v in meant)
@@ -106,7 +106,7 @@ def _removed_lines(sections: list[tuple[str, type[Section]]]) -> Iterator[str]:
     yield "|---|---|"
     for path, section in sections:
         prefix = f"{path}." if path else ""
-        for rule in section.removed:
+        for rule in section.key_rules.removed:
             yield f"| `{prefix}{rule.key}` | {_cell(rule.instead)} |"
 
 
@@ -130,7 +130,7 @@ def _pending_lines(section: type[Section]) -> Iterator[str]:
     yield "either way.\n"
     yield "| block | comes with | on when | instead | keys |"
     yield "|---|---|---|---|---|"
-    for rule in section.pending:
+    for rule in section.key_rules.pending:
         cells = (
             f"`{rule.key}`",
             rule.owner,

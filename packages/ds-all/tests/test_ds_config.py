@@ -107,14 +107,14 @@ def test_a_block_is_accepted_off_and_refused_on(
 
 
 def test_every_block_is_in_the_table() -> None:
-    assert {block[0] for block in BLOCKS} == {rule.key for rule in DSConfig.pending}
+    assert {block[0] for block in BLOCKS} == {rule.key for rule in DSConfig.key_rules.pending}
 
 
 def test_every_key_that_the_engine_leaves_to_others_is_known_here() -> None:
-    known = {rule.key for rule in DSConfig.pending}
-    assert {rule.key for rule in EngineConfig.elsewhere} <= known
-    owners = {rule.key: rule.owner for rule in DSConfig.pending}
-    for rule in EngineConfig.elsewhere:
+    known = {rule.key for rule in DSConfig.key_rules.pending}
+    assert {rule.key for rule in EngineConfig.key_rules.elsewhere} <= known
+    owners = {rule.key: rule.owner for rule in DSConfig.key_rules.pending}
+    for rule in EngineConfig.key_rules.elsewhere:
         assert owners[rule.key] == rule.owner
 
 

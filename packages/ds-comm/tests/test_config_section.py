@@ -18,6 +18,7 @@ from ds_comm.config import (
     DTypeName,
     Elsewhere,
     Flag,
+    KeyRules,
     NoEffect,
     NotYet,
     Number,
@@ -45,7 +46,7 @@ class Inner(Section):
 
     depth: Annotated[Whole, Field(ge=0), Auto()] = 2
     name: str = "x"
-    renamed: ClassVar[tuple[Renamed, ...]] = (Renamed("dept_old", ("depth",)),)
+    key_rules: ClassVar[KeyRules] = KeyRules(renamed=(Renamed("dept_old", ("depth",)),))
 
 
 class Required(Section):
@@ -70,20 +71,20 @@ class Outer(Section):
     near: Annotated[Whole | None, NotYet("leave it out", also=(1,))] = None
     inner: Inner = Field(default_factory=Inner)
     chosen: Required | None = None
-    renamed: ClassVar[tuple[Renamed, ...]] = (
-        Renamed("number", ("count",)),
-        Renamed("on", ("inner.depth",), _positive),
-        Renamed("twice", ("count", "outer_long_key")),
-    )
-    removed: ClassVar[tuple[Removed, ...]] = (Removed("gone", "write count"),)
-    shorthands: ClassVar[tuple[Shorthand, ...]] = (
-        Shorthand("inner", bool, lambda value: {"depth": int(value)}),
-    )
-    elsewhere: ClassVar[tuple[Elsewhere, ...]] = (Elsewhere("foreign", "ds-x", "load it there"),)
-    pending: ClassVar[tuple[Pending, ...]] = (
-        Pending("block", "ds-y", "wait", {"enabled": None, "sub": {"*": {"a": None}}}),
-        Pending("sized", "ds-y", "wait", {"size": None}, switches=("size",), neutral=1),
-        Pending("bare", "ds-y", "wait", {"a": None}, switches=()),
+    key_rules: ClassVar[KeyRules] = KeyRules(
+        renamed=(
+            Renamed("number", ("count",)),
+            Renamed("on", ("inner.depth",), _positive),
+            Renamed("twice", ("count", "outer_long_key")),
+        ),
+        removed=(Removed("gone", "write count"),),
+        shorthands=(Shorthand("inner", bool, lambda value: {"depth": int(value)}),),
+        elsewhere=(Elsewhere("foreign", "ds-x", "load it there"),),
+        pending=(
+            Pending("block", "ds-y", "wait", {"enabled": None, "sub": {"*": {"a": None}}}),
+            Pending("sized", "ds-y", "wait", {"size": None}, switches=("size",), neutral=1),
+            Pending("bare", "ds-y", "wait", {"a": None}, switches=()),
+        ),
     )
 
     def contradictions(self) -> Iterator[Contradiction]:

@@ -7,9 +7,10 @@ a package gains the feature, its section replaces the entry below.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
-from ds_comm.config import Elsewhere, Pending
+from ds_comm.config import KeyRules, Pending
 from ds_zero.config import EngineConfig
 
 __all__ = ["DSConfig"]
@@ -256,13 +257,16 @@ class DSConfig(EngineConfig):
     the result can be passed wherever an ``EngineConfig`` is expected.
     """
 
-    elsewhere: ClassVar[tuple[Elsewhere, ...]] = ()
-    pending: ClassVar[tuple[Pending, ...]] = (
-        *EngineConfig.pending,
-        *_TELEMETRY,
-        *_PARALLEL,
-        *_INFERENCE,
-        *_COMPRESS,
-        *_LAUNCH,
-        *_STORAGE,
+    key_rules: ClassVar[KeyRules] = replace(
+        EngineConfig.key_rules,
+        elsewhere=(),
+        pending=(
+            *EngineConfig.key_rules.pending,
+            *_TELEMETRY,
+            *_PARALLEL,
+            *_INFERENCE,
+            *_COMPRESS,
+            *_LAUNCH,
+            *_STORAGE,
+        ),
     )

@@ -342,10 +342,10 @@ OLD_ZERO_KEYS = {
 
 
 def test_the_table_of_old_zero_keys_is_complete() -> None:
-    assert set(OLD_ZERO_KEYS) == {rule.old for rule in ZeroSection.renamed}
+    assert set(OLD_ZERO_KEYS) == {rule.old for rule in ZeroSection.key_rules.renamed}
 
 
-@pytest.mark.parametrize("rule", ZeroSection.renamed, ids=lambda rule: rule.old)
+@pytest.mark.parametrize("rule", ZeroSection.key_rules.renamed, ids=lambda rule: rule.old)
 def test_every_old_zero_key_maps_with_one_warning(
     rule: Renamed, caplog: pytest.LogCaptureFixture
 ) -> None:

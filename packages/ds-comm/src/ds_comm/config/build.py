@@ -86,8 +86,8 @@ def collect(section_cls: type[_S], data: object, report: Report, *, path: str = 
     rewrite_old_forms(section_cls, values, report, path)
     settle_absent_blocks(section_cls, values, report, path)
     fields = field_keys(section_cls)
-    blocks = [rule.key for rule in section_cls.pending]
-    blocks += [foreign.key for foreign in section_cls.elsewhere]
+    blocks = [rule.key for rule in section_cls.key_rules.pending]
+    blocks += [foreign.key for foreign in section_cls.key_rules.elsewhere]
     kept: dict[str, Any] = {}
     for key, value in values.items():
         if key not in fields:

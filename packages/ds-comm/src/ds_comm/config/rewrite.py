@@ -22,7 +22,7 @@ def rewrite_old_forms(
     section_cls: type[Section], values: dict[str, Any], report: Report, path: str
 ) -> None:
     """Expands short forms, maps old keys with a notice each and refuses removed keys."""
-    for short in section_cls.shorthands:
+    for short in section_cls.key_rules.shorthands:
         value = values.get(short.key)
         if isinstance(value, short.kind):
             values[short.key] = short.convert(value)
@@ -30,10 +30,10 @@ def rewrite_old_forms(
                 f"{join_path(path, short.key)}: {shown(value)} is an old form of "
                 f"{shown(values[short.key])}"
             )
-    for renamed in section_cls.renamed:
+    for renamed in section_cls.key_rules.renamed:
         if renamed.old in values:
             _rename(renamed, values, report, path)
-    for removed in section_cls.removed:
+    for removed in section_cls.key_rules.removed:
         if removed.key in values:
             del values[removed.key]
             full = join_path(path, removed.key)
@@ -88,12 +88,12 @@ def settle_absent_blocks(
     section_cls: type[Section], values: dict[str, Any], report: Report, path: str
 ) -> None:
     """Refuses keys of other packages and blocks that are on without their feature being here."""
-    for foreign in section_cls.elsewhere:
+    for foreign in section_cls.key_rules.elsewhere:
         if foreign.key in values:
             del values[foreign.key]
             message = f"belongs to {foreign.owner} and is not read here; {foreign.reader}"
             report.add(ProblemKind.UNAVAILABLE, join_path(path, foreign.key), message)
-    for rule in section_cls.pending:
+    for rule in section_cls.key_rules.pending:
         if rule.key in values:
             _settle_pending(rule, values.pop(rule.key), report, join_path(path, rule.key))
 

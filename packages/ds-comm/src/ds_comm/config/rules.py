@@ -16,6 +16,7 @@ __all__ = [
     "Auto",
     "Contradiction",
     "Elsewhere",
+    "KeyRules",
     "KeyTree",
     "NoEffect",
     "NotYet",
@@ -124,6 +125,24 @@ class Pending:
     value, or for no switches at all, when anything is in it."""
     neutral: int = 0
     """Largest number that still means off, for numeric switches."""
+
+
+@dataclass(frozen=True)
+class KeyRules:
+    """Everything that a section says about keys other than its fields, and about its switch."""
+
+    renamed: tuple[Renamed, ...] = ()
+    """Old keys and where they go."""
+    removed: tuple[Removed, ...] = ()
+    """Keys that are refused whatever their value."""
+    shorthands: tuple[Shorthand, ...] = ()
+    """Fields that may be written as one value."""
+    elsewhere: tuple[Elsewhere, ...] = ()
+    """Keys that another package reads."""
+    pending: tuple[Pending, ...] = ()
+    """Blocks of features that are not available yet."""
+    switch: str = ""
+    """Key without which the others are not read, for the reference page."""
 
 
 @dataclass(frozen=True)

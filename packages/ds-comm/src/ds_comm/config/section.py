@@ -11,15 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
 from ds_comm.config.report import join_path
-from ds_comm.config.rules import (
-    Contradiction,
-    Elsewhere,
-    NotYet,
-    Pending,
-    Removed,
-    Renamed,
-    Shorthand,
-)
+from ds_comm.config.rules import Contradiction, KeyRules, NotYet
 from ds_comm.config.values import shown
 
 __all__ = [
@@ -101,18 +93,8 @@ class Section(BaseModel):
         defer_build=True,
     )
 
-    renamed: ClassVar[tuple[Renamed, ...]] = ()
-    """Old keys and where they go."""
-    removed: ClassVar[tuple[Removed, ...]] = ()
-    """Keys that are refused whatever their value."""
-    shorthands: ClassVar[tuple[Shorthand, ...]] = ()
-    """Sections that may be written as one value."""
-    elsewhere: ClassVar[tuple[Elsewhere, ...]] = ()
-    """Keys that another package reads."""
-    pending: ClassVar[tuple[Pending, ...]] = ()
-    """Blocks of features that are not available yet."""
-    switch: ClassVar[str] = ""
-    """Key without which the others are not read, for the reference page."""
+    key_rules: ClassVar[KeyRules] = KeyRules()
+    """Old, removed and absent keys of the section."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         """Values that do not go together; overridden by sections that have such rules."""

@@ -11,14 +11,12 @@ from pydantic import Field
 from ds_comm.config import (
     Contradiction,
     DTypeName,
-    Elsewhere,
     Flag,
+    KeyRules,
     NoEffect,
     NotYet,
     Number,
-    Pending,
     ProblemKind,
-    Removed,
     Renamed,
     Report,
     Section,
@@ -156,16 +154,16 @@ class EngineConfig(Section):
     ] = None
     """Rows of the embedding, for advice on padding."""
 
-    renamed: ClassVar[tuple[Renamed, ...]] = (
-        Renamed("bfloat16", ("bf16",)),
-        Renamed("allgather_size", ("zero_optimization.allgather_bucket_size",)),
+    key_rules: ClassVar[KeyRules] = KeyRules(
+        renamed=(
+            Renamed("bfloat16", ("bf16",)),
+            Renamed("allgather_size", ("zero_optimization.allgather_bucket_size",)),
+        ),
+        shorthands=(Shorthand("zero_optimization", bool, lambda on: {"stage": 1 if on else 0}),),
+        removed=REMOVED,
+        elsewhere=ELSEWHERE,
+        pending=PENDING,
     )
-    shorthands: ClassVar[tuple[Shorthand, ...]] = (
-        Shorthand("zero_optimization", bool, lambda on: {"stage": 1 if on else 0}),
-    )
-    removed: ClassVar[tuple[Removed, ...]] = REMOVED
-    elsewhere: ClassVar[tuple[Elsewhere, ...]] = ELSEWHERE
-    pending: ClassVar[tuple[Pending, ...]] = PENDING
 
     def contradictions(self) -> Iterator[Contradiction]:
         """Two precision modes at once, and a parameter dtype that is not the mode's."""

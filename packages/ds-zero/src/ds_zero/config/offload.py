@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from ds_comm.config import Contradiction, Flag, NotYet, Number, Section, Whole
+from ds_comm.config import Contradiction, Flag, KeyRules, NotYet, Number, Section, Whole
 
 __all__ = ["OffloadOptimizerSection", "OffloadParamSection"]
 
@@ -28,7 +28,7 @@ def _nvme_path(device: str, path: str | None) -> Iterator[Contradiction]:
 class OffloadParamSection(Section):
     """``zero_optimization.offload_param``: where parameter shards live (stage 3)."""
 
-    switch: ClassVar[str] = "device"
+    key_rules: ClassVar[KeyRules] = KeyRules(switch="device")
 
     device: Device = "none"
     """``none``, ``cpu`` or ``nvme``."""
@@ -51,7 +51,7 @@ class OffloadParamSection(Section):
 class OffloadOptimizerSection(Section):
     """``zero_optimization.offload_optimizer``: where optimiser states live and are updated."""
 
-    switch: ClassVar[str] = "device"
+    key_rules: ClassVar[KeyRules] = KeyRules(switch="device")
 
     device: Device = "none"
     """``none``, ``cpu`` or ``nvme``."""

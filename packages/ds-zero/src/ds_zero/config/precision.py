@@ -11,6 +11,7 @@ from ds_comm.config import (
     Contradiction,
     DTypeName,
     Flag,
+    KeyRules,
     NoEffect,
     NotYet,
     Number,
@@ -28,7 +29,7 @@ _FP32_STATES = "leave it false: master weights and optimiser states are fp32"
 class Bf16Section(Section):
     """``bf16``: compute in bfloat16 with fp32 master weights."""
 
-    switch: ClassVar[str] = "enabled"
+    key_rules: ClassVar[KeyRules] = KeyRules(switch="enabled")
 
     enabled: Flag = False
     """Cast the model to bfloat16 and keep fp32 master weights."""
@@ -49,7 +50,7 @@ class Bf16Section(Section):
 class Fp16Section(Section):
     """``fp16``: compute in float16 with loss scaling."""
 
-    switch: ClassVar[str] = "enabled"
+    key_rules: ClassVar[KeyRules] = KeyRules(switch="enabled")
 
     enabled: Annotated[Flag, NotYet(_USE_BF16)] = False
     """Cast the model to float16 and scale the loss."""
@@ -74,7 +75,7 @@ class Fp16Section(Section):
 class TorchAutocastSection(Section):
     """``torch_autocast``: fp32 parameters, computation under ``torch.autocast``."""
 
-    switch: ClassVar[str] = "enabled"
+    key_rules: ClassVar[KeyRules] = KeyRules(switch="enabled")
 
     enabled: Annotated[Flag, NotYet(_USE_BF16)] = False
     """Run the model under autocast."""

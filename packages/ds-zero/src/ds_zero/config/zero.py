@@ -12,6 +12,7 @@ from ds_comm.config import (
     Auto,
     Contradiction,
     Flag,
+    KeyRules,
     NoEffect,
     NotYet,
     Removed,
@@ -179,33 +180,33 @@ class ZeroSection(Section):
     ] = False
     """Check the states of parameters at every step."""
 
-    renamed: ClassVar[tuple[Renamed, ...]] = (
-        Renamed("cpu_offload", ("offload_optimizer.device",), _device_of),
-        Renamed("cpu_offload_param", ("offload_param.device",), _device_of),
-        Renamed("cpu_offload_params", ("offload_param.device",), _device_of),
-        Renamed(
-            "cpu_offload_use_pin_memory",
-            ("offload_optimizer.pin_memory", "offload_param.pin_memory"),
+    key_rules: ClassVar[KeyRules] = KeyRules(
+        renamed=(
+            Renamed("cpu_offload", ("offload_optimizer.device",), _device_of),
+            Renamed("cpu_offload_param", ("offload_param.device",), _device_of),
+            Renamed("cpu_offload_params", ("offload_param.device",), _device_of),
+            Renamed(
+                "cpu_offload_use_pin_memory",
+                ("offload_optimizer.pin_memory", "offload_param.pin_memory"),
+            ),
+            Renamed(
+                "stage3_gather_fp16_weights_on_model_save",
+                ("stage3_gather_16bit_weights_on_model_save",),
+            ),
+            Renamed(
+                "gather_16bit_weights_on_model_save", ("stage3_gather_16bit_weights_on_model_save",)
+            ),
+            Renamed("allgather_size", ("allgather_bucket_size",)),
+            Renamed("prefetch_bucket_size", ("stage3_prefetch_bucket_size",)),
+            Renamed("param_persistence_threshold", ("stage3_param_persistence_threshold",)),
+            Renamed("model_persistence_threshold", ("stage3_model_persistence_threshold",)),
+            Renamed("max_live_parameters", ("stage3_max_live_parameters",)),
+            Renamed("max_reuse_distance", ("stage3_max_reuse_distance",)),
+            Renamed("module_granularity_threshold", ("stage3_module_granularity_threshold",)),
+            Renamed("use_all_reduce_for_fetch_params", ("stage3_use_all_reduce_for_fetch_params",)),
+            Renamed("allgather_sequential", ("stage3_allgather_sequential",)),
         ),
-        Renamed(
-            "stage3_gather_fp16_weights_on_model_save",
-            ("stage3_gather_16bit_weights_on_model_save",),
-        ),
-        Renamed(
-            "gather_16bit_weights_on_model_save", ("stage3_gather_16bit_weights_on_model_save",)
-        ),
-        Renamed("allgather_size", ("allgather_bucket_size",)),
-        Renamed("prefetch_bucket_size", ("stage3_prefetch_bucket_size",)),
-        Renamed("param_persistence_threshold", ("stage3_param_persistence_threshold",)),
-        Renamed("model_persistence_threshold", ("stage3_model_persistence_threshold",)),
-        Renamed("max_live_parameters", ("stage3_max_live_parameters",)),
-        Renamed("max_reuse_distance", ("stage3_max_reuse_distance",)),
-        Renamed("module_granularity_threshold", ("stage3_module_granularity_threshold",)),
-        Renamed("use_all_reduce_for_fetch_params", ("stage3_use_all_reduce_for_fetch_params",)),
-        Renamed("allgather_sequential", ("stage3_allgather_sequential",)),
-    )
-    removed: ClassVar[tuple[Removed, ...]] = (
-        Removed("legacy_stage1", 'stage 1 has one implementation: write "stage": 1'),
+        removed=(Removed("legacy_stage1", 'stage 1 has one implementation: write "stage": 1'),),
     )
 
     def contradictions(self) -> Iterator[Contradiction]:
