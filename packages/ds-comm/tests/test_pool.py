@@ -39,7 +39,7 @@ class Unpicklable(Exception):
 @pytest.fixture(scope="module")
 def short_pool() -> Iterator[RankPool]:
     """A pool of its own with a short grace, for the tests that break workers."""
-    with RankPool(3, grace_s=1.0) as pool:
+    with RankPool(2, grace_s=1.0) as pool:
         yield pool
 
 
@@ -215,12 +215,12 @@ def test_failure_on_one_rank_shows_its_traceback_first(ranks: Ranks, rank: int) 
 def test_failure_while_the_others_do_not_react(short_pool: RankPool) -> None:
     started = time.monotonic()
     with pytest.raises(RankError) as caught:
-        short_pool.run(3, fail_while_others_sleep, 1)
+        short_pool.run(2, fail_while_others_sleep, 1)
     kinds = [(failure.rank, failure.kind) for failure in caught.value.failures]
-    assert kinds == [(1, "raised"), (0, "stuck"), (2, "stuck")]
+    assert kinds == [(1, "raised"), (0, "stuck")]
     assert 'raise ValueError("early")' in str(caught.value)
     assert time.monotonic() - started < 60.0
-    assert short_pool.run(3, summed, 0.0) == [3.0] * 3
+    assert short_pool.run(2, summed, 0.0) == [1.0] * 2
 
 
 def test_hang_is_a_timeout_that_tells_where(short_pool: RankPool) -> None:
