@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import glob
-import math
 import os
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -16,16 +14,16 @@ class DeviceKind(NamedTuple):
 
     Attributes:
         variable: Environment variable that lists the visible ones.
-        pattern: Glob whose matches are the devices of the machine.
+        prefix: Path of a device file without the number at its end.
     """
 
     variable: str
-    pattern: str
+    prefix: str
 
 
 DEVICE_KINDS = (
-    DeviceKind("CUDA_VISIBLE_DEVICES", "/dev/nvidia[0-9]*"),
-    DeviceKind("ASCEND_RT_VISIBLE_DEVICES", "/dev/davinci[0-9]*"),
+    DeviceKind("CUDA_VISIBLE_DEVICES", "/dev/nvidia"),
+    DeviceKind("ASCEND_RT_VISIBLE_DEVICES", "/dev/davinci"),
 )
 """Vendors whose devices are counted. Others: say the number of ranks with ``--num-ranks``."""
 
@@ -44,7 +42,7 @@ def usable_cores(cgroup_file: str = _CGROUP_CPU) -> int:
         return cores
     if quota == "max":
         return cores
-    return max(1, min(cores, math.ceil(int(quota) / int(period))))
+    return max(1, min(cores, -(-int(quota) // int(period))))  # rounded up
 
 
 def accelerator_count(environ: Mapping[str, str], root: str = "/") -> int:
@@ -64,7 +62,7 @@ def accelerator_count(environ: Mapping[str, str], root: str = "/") -> int:
         listed = environ.get(kind.variable)
         if listed is not None:
             return _visible(listed)
-        present = len(glob.glob(os.path.join(root, kind.pattern.lstrip("/"))))
+        present = _device_files(os.path.join(root, kind.prefix.lstrip("/")))
         if present:
             return present
     return 0
@@ -79,3 +77,13 @@ def _visible(listed: str) -> int:
             break
         count += 1
     return count
+
+
+def _device_files(prefix: str) -> int:
+    """Count the files that are named ``prefix`` and a number."""
+    folder, start = os.path.split(prefix)
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return 0
+    return sum(name.startswith(start) and name[len(start) :].isdecimal() for name in names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ds_launch.output import final_state
 from ds_launch.processes import Leftover
@@ -14,8 +14,7 @@ _TAIL_LINES = 40
 _TAIL_LINE_BYTES = 2000
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """A rank that ended by itself with anything but success.
 
     Attributes:
@@ -34,8 +33,7 @@ class Failure:
     log: str | None
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """How a job ended.
 
     Attributes:

@@ -1,20 +1,23 @@
 """The plan of a job: one frozen description per rank, made before anything is started.
 
 Pure functions: whoever starts the processes (this machine today) only reads the plan.
+
+[Note: imports of a launch]
+What is imported on the way to a rank is paid at every start, so what only some commands need is
+imported where they need it, and plain records are named tuples: ``dataclasses`` imports
+``inspect``, which costs as much as all of this package.
 """
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 RUN_ID = "DS_RUN_ID"
 """Variable that marks every process of a job, so that all of them can be found at its end."""
 
 
-@dataclass(frozen=True)
-class RankPlan:
+class RankPlan(NamedTuple):
     """How one rank is started.
 
     Attributes:
@@ -28,8 +31,7 @@ class RankPlan:
     variables: Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class Program:
+class Program(NamedTuple):
     """What every rank runs.
 
     Attributes:
@@ -106,6 +108,8 @@ def plan_local(
 
 def shell_lines(plans: Sequence[RankPlan]) -> str:
     """Return one line per rank that a POSIX shell runs as the launcher would."""
+    import shlex  # only a dry run needs it
+
     lines = []
     for plan in plans:
         variables = [f"{name}={shlex.quote(value)}" for name, value in plan.variables.items()]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ds_launch.errors import LaunchError, UsageError
 from ds_launch.machine import accelerator_count, usable_cores
@@ -114,8 +113,7 @@ examples:
 """
 
 
-@dataclass(frozen=True)
-class RunOptions:
+class RunOptions(NamedTuple):
     """What the options of ``ds run`` ask for.
 
     Attributes:
@@ -206,6 +204,8 @@ def _read_program(values: Mapping[str, str], rest: Sequence[str]) -> Program:
     if "--module" in values:
         interpreter += ("-m",)
     elif "--no-python" in values:
+        import shutil  # see [Note: imports of a launch]
+
         interpreter = ()
         found = shutil.which(script)
         if found is None:

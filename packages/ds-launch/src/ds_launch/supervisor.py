@@ -13,7 +13,7 @@ import select
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ds_launch.channels import Channel, copy_window_size, open_channel, read_channel
 from ds_launch.errors import LaunchError
@@ -30,8 +30,7 @@ _LEFTOVER_GRACE_S = 3.0
 _LAST_OUTPUT_S = 0.5
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """How a job is shown and stopped.
 
     Attributes:
