@@ -1,0 +1,26 @@
+"""Typed collectives of one group, with the algorithm picked per backend."""
+
+from __future__ import annotations
+
+from ds_comm.collectives.base import Collectives, Done, Work
+from ds_comm.collectives.local import LocalCollectives
+from ds_comm.collectives.native import NativeCollectives
+from ds_comm.collectives.objects import barrier, broadcast_object, gather_objects
+from ds_comm.collectives.pairwise import PairwiseCollectives
+from ds_comm.collectives.recording import Call, RecordingCollectives
+from ds_comm.collectives.select import collectives_for
+
+__all__ = [
+    "Call",
+    "Collectives",
+    "Done",
+    "LocalCollectives",
+    "NativeCollectives",
+    "PairwiseCollectives",
+    "RecordingCollectives",
+    "Work",
+    "barrier",
+    "broadcast_object",
+    "collectives_for",
+    "gather_objects",
+]

@@ -1,0 +1,83 @@
+"""What the engine needs from communication: two flat collectives, two small ones, and a handle.
+
+A *flat* collective works in place on one contiguous 1-D buffer that is cut into ``group.size``
+equal shards; shard ``r`` belongs to rank ``r``.  Nothing is copied in or out of the buffer.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from ds_comm.group import Group
+
+__all__ = ["Collectives", "Done", "Work"]
+
+
+class Work(Protocol):
+    """A collective in flight."""
+
+    def wait(self) -> None:
+        """Block until the result is in place.  Further calls do nothing.
+
+        Raises:
+            CommError: The exchange failed; the message names the operation, its label and the peer.
+            CommTimeoutError: A peer did not take part within the group's time-out.
+            DivergenceError: A peer took part in another operation than this one.
+        """
+        ...
+
+
+class Done:
+    """The handle of a collective that is already complete."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class Collectives(Protocol):
+    """Communication of one group.  All ranks of the group must make the same calls in order."""
+
+    @property
+    def group(self) -> Group:
+        """The ranks that take part."""
+        ...
+
+    def gather(self, flat: Tensor, label: str) -> Work:
+        """Start filling every shard of ``flat`` with its owner's values, in place.
+
+        Args:
+            flat: 1-D contiguous, ``size * n`` elements; this rank's shard holds its values.
+            label: What is gathered, for messages; must be equal on all ranks.
+
+        Returns:
+            A handle; ``flat`` must not be touched before it was waited for.
+        """
+        ...
+
+    def reduce(self, flat: Tensor, out: Tensor, label: str, *, accumulate: bool = False) -> Work:
+        """Start summing this rank's shard of every rank's ``flat`` into ``out``.
+
+        The sum is formed in fp32 for 16-bit inputs.  Its order does not depend on how the
+        buffer was cut, so two layouts of the same values give the same bits.
+
+        Args:
+            flat: 1-D contiguous, ``size * n`` elements.  Its contents are undefined afterwards,
+                except that ``out`` may be a view of this rank's own shard.
+            out: 1-D, ``n`` elements, fp32 or the dtype of ``flat``.
+            label: What is reduced, for messages; must be equal on all ranks.
+            accumulate: Add to ``out`` instead of replacing it.
+
+        Returns:
+            A handle; neither buffer may be touched before it was waited for.
+        """
+        ...
+
+    def exchange(self, row: Tensor) -> Tensor:
+        """Give every rank each rank's ``row`` (1-D, equal sizes): shape ``[size, n]``.  Blocks."""
+        ...
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Overwrite ``tensor`` (contiguous) with that of group rank ``source``.  Blocks."""
+        ...

@@ -1,0 +1,258 @@
+"""Flat collectives by pairwise send/receive, the fast way over gloo.
+
+[Note: pairwise exchange]
+gloo's ``reduce_scatter_tensor`` clones its input and runs a ring that reduces what nobody asked
+for; its ``all_gather_into_tensor`` copies in and out.  Sending every shard straight to its owner
+moves the minimum ``(size - 1) / size`` of the buffer once, receives into place, and leaves the
+sum to one local loop whose order is ours to choose: rank order, so that every layout of the same
+values gives the same bits.  On two CPU ranks this is three to four times faster.
+
+[Note: headers]
+Two ranks that gather *different* units of equal size would silently mix weights.  Before each
+payload a 16-byte header travels on a tag of its own: the sequence number and a hash of the
+operation's label.  A receiver compares it before it trusts the payload.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_comm.collectives.base import Done, Work
+from ds_comm.errors import CommError, CommTimeoutError, DivergenceError
+from ds_comm.group import Group
+
+__all__ = ["PairwiseCollectives"]
+
+_SEQUENCE_MASK = (1 << 20) - 1
+_TEXT_BYTES = 112
+_HEADER_BYTES = 16 + _TEXT_BYTES
+
+
+class ScratchPool:
+    """Receive buffers that are handed out again, so that their pages are touched only once."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._free: list[Tensor] = []
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a 1-D tensor of ``numel`` elements; its contents are undefined."""
+        num_bytes = numel * dtype.itemsize
+        for index, buffer in enumerate(self._free):
+            if buffer.numel() >= num_bytes and buffer.device == device:
+                return self._free.pop(index)[:num_bytes].view(dtype)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device).view(dtype)
+
+    def give(self, tensor: Tensor) -> None:
+        """Take back a tensor that came from :meth:`take`."""
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        whole.set_(tensor.untyped_storage())
+        self._free.append(whole)
+        self._free.sort(key=Tensor.numel)
+
+    def clear(self) -> None:
+        """Drop all buffers."""
+        self._free.clear()
+
+
+@dataclass
+class _Exchange:
+    """The sends and receives of one collective with all peers."""
+
+    what: str
+    group: Group
+    header: Tensor
+    sends: list[dist.Work] = field(default_factory=list)
+    receives: list[tuple[int, dist.Work, Tensor, dist.Work]] = field(default_factory=list)
+
+    def finish(self) -> None:
+        """Wait for every peer; check headers before payloads.
+
+        Raises:
+            DivergenceError: A header differs from ours.
+            CommError: A transfer failed.
+        """
+        for peer, header_work, header, _ in self.receives:
+            self._wait(header_work, peer)
+            if not torch.equal(header, self.header):
+                raise DivergenceError(
+                    f"rank {self.group.ranks[self.group.rank]} runs {_describe(self.header)}, "
+                    f"but rank {self.group.ranks[peer]} runs {_describe(header)} at the same "
+                    "place: the ranks executed different modules. Every rank must run the same "
+                    "modules in the same order at this stage; use stage 0-2, or make the "
+                    "diverging modules one leaf module (zero_optimization.leaf_module)."
+                )
+        for peer, _, _, payload_work in self.receives:
+            self._wait(payload_work, peer)
+        for work in self.sends:
+            self._wait(work, None)
+
+    def _wait(self, work: dist.Work, peer: int | None) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            whom = "its peers" if peer is None else f"rank {self.group.ranks[peer]}"
+            me = self.group.ranks[self.group.rank]
+            text = f"{self.what} on rank {me} with {whom} failed: {error}"
+            late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+            raise (CommTimeoutError if late else CommError)(text) from error
+
+
+class _GatherWork:
+    def __init__(self, exchange: _Exchange) -> None:
+        self._exchange: _Exchange | None = exchange
+
+    def wait(self) -> None:
+        if self._exchange is not None:
+            self._exchange.finish()
+            self._exchange = None
+
+
+class _ReduceWork:
+    """Waits for the peers' pieces and sums them in rank order."""
+
+    def __init__(
+        self,
+        exchange: _Exchange,
+        pieces: list[Tensor],
+        own: int,
+        out: Tensor,
+        accumulate: bool,
+        pool: ScratchPool,
+    ) -> None:
+        self._exchange: _Exchange | None = exchange
+        self._pieces = pieces
+        self._own = own
+        self._out = out
+        self._accumulate = accumulate
+        self._pool = pool
+
+    def wait(self) -> None:
+        if self._exchange is None:
+            return
+        self._exchange.finish()
+        self._exchange = None
+        sum_in_rank_order(self._pieces, self._out, accumulate=self._accumulate)
+        for rank, piece in enumerate(self._pieces):
+            if rank != self._own:
+                self._pool.give(piece)
+        self._pieces = []
+
+
+def sum_in_rank_order(pieces: list[Tensor], out: Tensor, *, accumulate: bool) -> None:
+    """Set (or add to) ``out`` the sum ``((p0 + p1) + p2) + …``, in fp32 for 16-bit pieces.
+
+    Args:
+        pieces: One 1-D tensor a rank, equal sizes and dtypes; overwritten as working space.
+            One of them may be ``out`` itself.
+        out: 1-D result of the same size.
+        accumulate: Add to ``out`` instead of replacing it; ``out`` is then no piece.
+    """
+    if not accumulate and len(pieces) == 2 and pieces[0].dtype == out.dtype == torch.float32:
+        torch.add(pieces[0], pieces[1], out=out)
+        return
+    total = pieces[0] if pieces[0].dtype == torch.float32 else pieces[0].float()
+    for piece in pieces[1:]:
+        total.add_(piece)
+    if accumulate:
+        out.add_(total)
+    else:
+        out.copy_(total)
+
+
+class PairwiseCollectives:
+    """Flat collectives of a CPU group by send/receive.  See [Note: pairwise exchange]."""
+
+    def __init__(self, group: Group) -> None:
+        """Serve ``group``, which has at least two members and a gloo handle."""
+        self.group = group
+        self._pool = ScratchPool()
+        self._sequence = {"gather": 0, "reduce": 0}
+
+    def gather(self, flat: Tensor, label: str) -> Work:
+        """See :meth:`ds_comm.collectives.base.Collectives.gather`."""
+        if flat.numel() == 0:
+            return Done()
+        shards = flat.chunk(self.group.size)
+        own = shards[self.group.rank]
+        exchange, tag = self._open("gather", label)
+        for peer in self._peers():
+            self._transfer(exchange, peer, tag, send=own, receive=shards[peer])
+        return _GatherWork(exchange)
+
+    def reduce(self, flat: Tensor, out: Tensor, label: str, *, accumulate: bool = False) -> Work:
+        """See :meth:`ds_comm.collectives.base.Collectives.reduce`."""
+        if flat.numel() == 0:
+            return Done()
+        shards = flat.chunk(self.group.size)
+        own = self.group.rank
+        pieces = [
+            shards[own] if rank == own else self._pool.take(out.numel(), flat.dtype, flat.device)
+            for rank in range(self.group.size)
+        ]
+        exchange, tag = self._open("reduce", label)
+        for peer in self._peers():
+            self._transfer(exchange, peer, tag, send=shards[peer], receive=pieces[peer])
+        return _ReduceWork(exchange, pieces, own, out, accumulate, self._pool)
+
+    def exchange(self, row: Tensor) -> Tensor:
+        """See :meth:`ds_comm.collectives.base.Collectives.exchange`."""
+        rows = [torch.empty_like(row) for _ in range(self.group.size)]
+        dist.all_gather(rows, row, group=self.group.handle)
+        return torch.stack(rows)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """See :meth:`ds_comm.collectives.base.Collectives.broadcast`."""
+        dist.broadcast(tensor, src=self.group.ranks[source], group=self.group.handle)
+
+    def _peers(self) -> list[int]:
+        """Group ranks of the others, starting after this one so that no receiver is crowded."""
+        me, size = self.group.rank, self.group.size
+        return [(me + step) % size for step in range(1, size)]
+
+    def _open(self, kind: str, label: str) -> tuple[_Exchange, int]:
+        sequence = self._sequence[kind]
+        self._sequence[kind] = sequence + 1
+        channel = 1 if kind == "gather" else 2
+        tag = (channel << 24) | ((sequence & _SEQUENCE_MASK) << 1)
+        what = f"{kind} of {label!r}"
+        return _Exchange(what, self.group, _encode_header(sequence, what)), tag
+
+    def _transfer(
+        self, exchange: _Exchange, peer: int, tag: int, *, send: Tensor, receive: Tensor
+    ) -> None:
+        """Post the header and payload transfers with one peer."""
+        handle, global_peer = self.group.handle, self.group.ranks[peer]
+        header = torch.empty_like(exchange.header)
+        header_work = dist.irecv(header, src=global_peer, group=handle, tag=tag)
+        payload_work = dist.irecv(receive, src=global_peer, group=handle, tag=tag + 1)
+        header_send = dist.isend(exchange.header, dst=global_peer, group=handle, tag=tag)
+        payload_send = dist.isend(send, dst=global_peer, group=handle, tag=tag + 1)
+        for work in (header_work, payload_work, header_send, payload_send):
+            if work is None:
+                raise CommError(f"rank {self.group.ranks[self.group.rank]} is not in the group")
+        assert header_work and payload_work and header_send and payload_send
+        exchange.receives.append((peer, header_work, header, payload_work))
+        exchange.sends += [header_send, payload_send]
+
+
+def _encode_header(sequence: int, what: str) -> Tensor:
+    """Pack the sequence number, a hash and the readable start of ``what`` into bytes."""
+    raw = what.encode()
+    digest = hashlib.blake2b(raw, digest_size=8).digest()
+    text = raw[:_TEXT_BYTES].ljust(_TEXT_BYTES)
+    return torch.frombuffer(
+        bytearray(sequence.to_bytes(8, "little") + digest + text), dtype=torch.uint8
+    )
+
+
+def _describe(header: Tensor) -> str:
+    """Read a header back as ``gather of 'layers.3' (#17)``."""
+    raw = bytes(header.tolist())
+    text = raw[16:].decode(errors="replace").rstrip()
+    return f"{text} (#{int.from_bytes(raw[:8], 'little')})"

@@ -1,0 +1,29 @@
+"""Which algorithm serves which group."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from ds_comm.collectives.base import Collectives
+from ds_comm.collectives.local import LocalCollectives
+from ds_comm.collectives.native import NativeCollectives
+from ds_comm.collectives.pairwise import PairwiseCollectives
+from ds_comm.group import Group
+
+__all__ = ["collectives_for"]
+
+
+def collectives_for(group: Group) -> Collectives:
+    """Return the fastest collectives for ``group``.
+
+    One rank needs none; gloo exchanges pairwise ([Note: pairwise exchange]); every other backend
+    uses its own tensor collectives.
+
+    Args:
+        group: The ranks that will take part.
+    """
+    if group.size == 1:
+        return LocalCollectives(group)
+    if dist.get_backend(group.handle) == "gloo":
+        return PairwiseCollectives(group)
+    return NativeCollectives(group)

@@ -1,0 +1,355 @@
+"""A model under ZeRO: the one mechanism behind every stage, without the engine's verbs.
+
+    ZeRO = layout x residency x collective x optimiser
+
+``layout`` places parameters, ``residency`` gathers and releases them, the collectives move them,
+the optimiser updates this rank's masters.  ``tracker`` drives all from what the model does.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ds_comm.collectives import Collectives
+from ds_comm.errors import EditError, EngineError
+from ds_zero.agreement import Agreement, agree
+from ds_zero.flat import Presence, Unit, build_units
+from ds_zero.gradients import GradientFlow, RunGradients
+from ds_zero.guards import guard_state_dicts
+from ds_zero.layout import ModelLayout, ParamSpec
+from ds_zero.optim.base import OptimizedRun, ShardOptimizer
+from ds_zero.registry import forget, register
+from ds_zero.residency import Residency
+from ds_zero.stages import STAGES
+from ds_zero.trace import Trace
+from ds_zero.tracker import Tracker
+from ds_zero.units import UnitRules, param_names, plan_units
+
+__all__ = ["CoreOptions", "StepReport", "ZeroCore"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CoreOptions:
+    """Choices of the mechanism."""
+
+    stage: int = 0
+    """ZeRO stage, 0 to 3."""
+    compute_dtype: torch.dtype | None = None
+    """Dtype of floating-point parameters in the forward pass; None keeps each one's own."""
+    accumulation: int = 1
+    """Micro-steps per optimiser step."""
+    clip_norm: float = 0.0
+    """Largest norm of the averaged gradients; 0 does not clip."""
+    accumulation_dtype: torch.dtype | None = None
+    """Dtype of sums over micro-steps; fp32 by default."""
+    wire_dtype: torch.dtype | None = None
+    """Dtype in which gradients travel; that of the sums, or the compute dtype without any."""
+    ignore_unused: bool = True
+    """Leave parameters without a gradient alone; otherwise they are an error."""
+    prefetch: bool = True
+    """Begin to gather the next unit while one computes."""
+    rules: UnitRules = UnitRules()
+    """What decides the units."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one optimiser step did; the same on every rank."""
+
+    grad_norm: float
+    """L2 norm of the averaged gradients before clipping; may be non-finite."""
+    applied: bool
+    """Whether parameters were updated; not if the norm is non-finite."""
+
+
+class ZeroCore:
+    """Parameters in flat shards, with everything that moves them.  Construction is collective."""
+
+    @torch.inference_mode(False)
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Sequence[Sequence[nn.Parameter]],
+        collectives: Collectives,
+        options: CoreOptions,
+    ) -> None:
+        """Shard the parameters of ``model`` with rank 0's values.
+
+        Args:
+            model: Any module tree; parameters keep their identity, their ``data`` is replaced.
+            groups: Parameters by optimiser group; those in none are sharded but not updated.
+            collectives: Of the group to shard over.
+            options: The choices.
+
+        Raises:
+            EngineError: A parameter already belongs to another engine, or cannot be sharded.
+        """
+        self.model = model
+        self.options = options
+        self.collectives = collectives
+        self.stage = STAGES[options.stage]
+        self.params, self.aliases = param_names(model)
+        self.trace = Trace()
+        specs = _describe(self.params, groups, options.compute_dtype)
+        plans = plan_units(model, specs, options.rules)
+        group = collectives.group
+        self.layout = ModelLayout.build([plan.spec for plan in plans], group.size)
+        self.units = build_units(
+            self.layout,
+            plans,
+            self.params,
+            self.stage,
+            group.rank,
+            lambda tensor: collectives.broadcast(tensor, 0),
+        )
+        for buffer in model.buffers():
+            if buffer.numel():
+                whole = buffer.contiguous()
+                collectives.broadcast(whole, 0)
+                buffer.copy_(whole)
+        self.residency = Residency(self.units, collectives, self.trace, prefetch=options.prefetch)
+        self.gradients = GradientFlow(
+            self.units,
+            self.stage,
+            collectives,
+            self.trace,
+            accumulation=options.accumulation,
+            accumulation_dtype=options.accumulation_dtype,
+            wire_dtype=options.wire_dtype,
+        )
+        self.tracker = Tracker(model, self.units, self.residency, self.gradients)
+        released = {id(p): u for u in self.units if u.releasable for p in u.params}
+        self._guards = guard_state_dicts(model, released)
+        self._versions: dict[int, int] = {}
+        self._note_versions()
+        register(self, list(self.params.values()))
+        self.optimizer: ShardOptimizer | None = None
+
+    # ---- structure ---------------------------------------------------------------------------
+
+    def optimized_runs(self) -> tuple[OptimizedRun, ...]:
+        """The masters that an optimiser updates on this rank."""
+        return tuple(OptimizedRun(gradients.run) for gradients in self.gradients.all_runs())
+
+    def unit_of(self, param: nn.Parameter) -> Unit:
+        """The unit that holds ``param``.
+
+        Raises:
+            EngineError: The parameter is not in this model.
+        """
+        for unit in self.units:
+            if any(member is param for member in unit.params):
+                return unit
+        raise EngineError("the parameter does not belong to this engine's model")
+
+    def describe(self) -> str:
+        """One line a unit, for people."""
+        lines = [f"{'unit':40} {'elements':>12}  runs"]
+        for unit in self.units:
+            runs = ", ".join(
+                f"{len(run.params)} x {str(run.layout.dtype).removeprefix('torch.')}"
+                + ("" if run.layout.trainable else " frozen")
+                for run in unit.runs
+            )
+            kept = "  resident" if unit.layout.resident else ""
+            lines.append(f"{unit.name:40} {unit.layout.numel:12,}  {runs}{kept}")
+        return "\n".join(lines)
+
+    # ---- step --------------------------------------------------------------------------------
+
+    def step(self) -> StepReport:
+        """Average, check, clip, update and publish.  Collective.
+
+        Raises:
+            DivergenceError: Ranks issued different collectives since the last step.
+            EditError: A parameter was changed in a way that would be lost.
+            EngineError: There is no optimiser, or a parameter went unused and that is an error.
+        """
+        if self.optimizer is None:
+            raise EngineError("step(): the engine was built without an optimiser")
+        self.tracker.end_step()
+        self._check_edits()
+        names = [unit.name for unit in self.units]
+        agreement = agree(self.gradients, self.collectives, self.trace, names)
+        applied = math.isfinite(agreement.grad_norm)
+        if applied:
+            self._check_used(agreement)
+            self._update(agreement)
+        self.gradients.hide_grads()
+        self.gradients.clear()
+        self.trace.reset()
+        return StepReport(agreement.grad_norm, applied)
+
+    def _update(self, agreement: Agreement) -> None:
+        assert self.optimizer is not None
+        limit = self.options.clip_norm
+        # torch.nn.utils.clip_grad_norm_ uses the same 1e-6.
+        factor = limit / (agreement.grad_norm + 1e-6) if limit > 0 else 1.0
+        grads = [_gradient(g, factor) for g in self.gradients.all_runs()]
+        self.optimizer.update(grads, agreement.used)
+        self.publish()
+
+    def publish(self, *, frozen: bool = False) -> None:
+        """Bring updated masters to the parameters that are kept whole.  Collective.
+
+        Args:
+            frozen: Do so for parameters that are not trained too.
+        """
+        works = []
+        for unit in self.units:
+            if unit.releasable:
+                continue
+            for run in unit.runs:
+                if run.layout.trainable or frozen:
+                    run.publish_master()
+                    if run.master.numel() != run.layout.numel:
+                        works.append(self.collectives.gather(run.flat, run.layout.name))
+        for work in works:
+            work.wait()
+        trainable = self.gradients.trainable_params()
+        if trainable:
+            torch.autograd.graph.increment_version(trainable)
+        self._note_versions()
+
+    def _check_used(self, agreement: Agreement) -> None:
+        if self.options.ignore_unused:
+            return
+        unused = [
+            slot.spec.name
+            for gradients, mask in zip(self.gradients.all_runs(), agreement.used, strict=True)
+            for slot, flag in zip(gradients.run.layout.slots, mask.tolist(), strict=True)
+            if not flag
+        ]
+        if unused:
+            raise EngineError(
+                f"no rank computed a gradient for {unused}, and "
+                "zero_optimization.ignore_unused_parameters is false. Use them in the loss, "
+                "freeze them, or set it to true."
+            )
+
+    # ---- edits -------------------------------------------------------------------------------
+
+    def _kept_copies(self) -> list[tuple[str, nn.Parameter]]:
+        """Parameters that are whole here but only a copy of a master in another dtype."""
+        return [
+            (slot.spec.name, param)
+            for unit in self.units
+            if not unit.releasable
+            for run in unit.runs
+            if not run.aliased
+            for slot, param in zip(run.layout.slots, run.params, strict=True)
+        ]
+
+    def _note_versions(self) -> None:
+        self._versions = {id(param): param._version for _, param in self._kept_copies()}
+
+    def _check_edits(self) -> None:
+        for unit in self.units:
+            for run in unit.runs:
+                if unit.presence is Presence.PRESENT:
+                    run.check_exposed()
+                elif unit.presence is Presence.RELEASED:
+                    run.check_hidden()
+        for name, param in self._kept_copies():
+            if param._version != self._versions[id(param)]:
+                raise EditError(
+                    f"parameter {name!r} was written to, but it is a low-precision copy of an fp32 "
+                    "master, which would overwrite the change. Edit it inside `with "
+                    "ds_zero.GatheredParameters([param], modifier_rank=0):`, or load values with "
+                    "engine.load_module_state_dict()."
+                )
+
+    def accept_edits(self, params: Sequence[nn.Parameter]) -> None:
+        """Make the masters follow the present values of ``params``, which are equal on all ranks.
+
+        Args:
+            params: Gathered parameters of this model.
+        """
+        wanted = {id(param) for param in params}
+        for unit in self.units:
+            for run in unit.runs:
+                for index, param in enumerate(run.params):
+                    if id(param) in wanted:
+                        run.adopt(index)
+        self._note_versions()
+
+    def load_values(self, values: Mapping[str, Tensor]) -> None:
+        """Set parameters by name, in full precision.  All ranks pass the same values.
+
+        Args:
+            values: Full tensors, by first name; parameters that are missing keep their values.
+        """
+        self.tracker.end_step()
+        for unit in self.units:
+            for run in unit.runs:
+                begin, end = run.master_range
+                for slot, view in zip(run.layout.slots, run.views, strict=True):
+                    value = values.get(slot.spec.name)
+                    if value is None:
+                        continue
+                    low, high = max(slot.start, begin), min(slot.stop, end)
+                    flat = value.detach().reshape(-1)
+                    if low < high:
+                        part = flat[low - slot.start : high - slot.start]
+                        run.master[low - begin : high - begin].copy_(part)
+                    if not unit.releasable:
+                        view.copy_(value)
+        self._note_versions()
+
+    def destroy(self) -> None:
+        """Take hooks off the model and gather all parameters into ordinary tensors.  Collective."""
+        for unit in self.units:
+            self.residency.ensure(unit)
+            for param in unit.params:
+                param.data = param.data.clone()
+        self.tracker.remove()
+        for handle in self._guards:
+            handle.remove()
+        forget(list(self.params.values()))
+
+
+def _gradient(gradients: RunGradients, factor: float) -> Tensor | None:
+    """The fp32 gradient of a run's master range, scaled down by ``factor`` where it is below 1."""
+    reduced = gradients.reduced
+    if reduced is None or not gradients.has_reduced:
+        return None
+    if reduced.dtype != torch.float32:
+        reduced = reduced.float()
+    return reduced.mul_(factor) if factor < 1.0 else reduced
+
+
+def _describe(
+    params: Mapping[str, nn.Parameter],
+    groups: Sequence[Sequence[nn.Parameter]],
+    compute_dtype: torch.dtype | None,
+) -> dict[int, ParamSpec]:
+    """Describe every parameter, by its id.
+
+    Raises:
+        EngineError: A parameter cannot be put in a flat buffer.
+    """
+    group_of = {id(p): index for index, group in enumerate(groups) for p in group}
+    specs: dict[int, ParamSpec] = {}
+    for name, param in params.items():
+        if param.is_complex() or param.layout is not torch.strided:
+            raise EngineError(
+                f"parameter {name!r} is {param.dtype} with layout {param.layout}; only real dense "
+                "parameters can be sharded. Hold it as a real tensor (torch.view_as_real)."
+            )
+        lowered = compute_dtype is not None and param.is_floating_point()
+        dtype = compute_dtype if lowered and compute_dtype is not None else param.dtype
+        trainable = param.requires_grad and id(param) in group_of
+        if param.requires_grad and not trainable:
+            logger.info("%s requires a gradient but is in no parameter group: it is frozen", name)
+        specs[id(param)] = ParamSpec(
+            name, tuple(param.shape), dtype, trainable, group_of.get(id(param), 0)
+        )
+    return specs

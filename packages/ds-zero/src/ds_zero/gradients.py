@@ -1,0 +1,333 @@
+"""From ``param.grad`` to reduced shards.
+
+[Note: one door]
+Every gradient enters through :meth:`GradientFlow.accumulate`: one pass that copies it into the
+unit's flat buffer, converts its dtype and applies ``1 / (accumulation * world)``; then
+``param.grad`` is dropped.  A flat buffer of *local* gradients is reduced as a whole, in place,
+into the *reduced* shard.  Stages 0 and 1 keep the local buffer until the accumulation boundary;
+stages 2 and 3 reduce after every micro-step and return it to a pool.
+
+[Note: order of reductions]
+Within a backward every unit is reduced exactly once, in an order that is the same on all ranks:
+the reverse of the layout.  A unit may be launched when it was *passed* (see ``tracker``) and all
+units before it in that order are launched; the rest follows at the end of the backward.  So
+ranks that used different modules still pair the same buffers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ds_comm.collectives import Collectives, Work
+from ds_zero.flat import FlatRun, Unit
+from ds_zero.memory import flat_buffer
+from ds_zero.stages import Extent, Stage
+from ds_zero.trace import Trace
+
+__all__ = ["GradientFlow", "RunGradients"]
+
+logger = logging.getLogger(__name__)
+
+POOL_LIMIT = 2
+"""Reductions in flight, and flat buffers kept for them, at stages 2 and 3."""
+
+
+@dataclass
+class RunGradients:
+    """The gradients of one trainable run on this rank."""
+
+    run: FlatRun
+    local: Tensor | None = None
+    """``[numel]`` gradients of this rank that are not reduced yet."""
+    seen: set[int] = field(default_factory=set)
+    """Slots that were written in ``local``."""
+    used: set[int] = field(default_factory=set)
+    """Slots that received a gradient since the last step."""
+    reduced: Tensor | None = None
+    """Reduced gradients: this rank's shard in fp32, or at stage 0 the whole run."""
+    has_reduced: bool = False
+    """Whether ``reduced`` holds values of the current window."""
+    flying: bool = False
+    """Whether ``local`` is being reduced and must not be touched."""
+    carry: Tensor | None = None
+    """Stage 0: what earlier backwards of the window reduced."""
+
+
+class BufferPool:
+    """A few flat buffers that are handed out in turn, so that their pages stay warm."""
+
+    def __init__(self, device: torch.device, max_bytes: int) -> None:
+        """Serve requests of up to ``max_bytes`` on ``device``."""
+        self._device = device
+        self._max_bytes = max_bytes
+        self._free: list[Tensor] = []
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return ``[numel]`` elements with undefined contents."""
+        whole = (
+            self._free.pop()
+            if self._free
+            else flat_buffer(self._max_bytes, torch.uint8, self._device).tensor
+        )
+        return whole[: numel * dtype.itemsize].view(dtype)
+
+    def give(self, tensor: Tensor) -> None:
+        """Take a buffer back; it is dropped when enough are kept."""
+        if len(self._free) < POOL_LIMIT:
+            whole = torch.empty(0, dtype=torch.uint8, device=self._device)
+            whole.set_(
+                tensor.untyped_storage(),  # type: ignore[call-overload]
+                tensor.storage_offset() * tensor.element_size(),
+                (self._max_bytes,),
+            )
+            self._free.append(whole)
+
+
+class GradientFlow:
+    """Takes gradients in, reduces them, and hands them to the optimiser."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        stage: Stage,
+        collectives: Collectives,
+        trace: Trace,
+        *,
+        accumulation: int,
+        accumulation_dtype: torch.dtype | None = None,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Own the gradients of ``units``.
+
+        Args:
+            units: In layout order.
+            stage: What a rank keeps.
+            collectives: The group over which gradients are averaged.
+            trace: Where reductions are noted.
+            accumulation: Micro-steps per optimiser step.
+            accumulation_dtype: Dtype of local sums; fp32 by default where there are any.
+            wire_dtype: Dtype in which gradients travel; that of the local buffer by default.
+        """
+        self._units = units
+        self._stage = stage
+        self._collectives = collectives
+        self._trace = trace
+        self._accumulation_dtype = accumulation_dtype or torch.float32
+        self._wire_dtype = wire_dtype
+        self.accumulating = accumulation > 1
+        self.accumulation = accumulation
+        self.by_unit: list[list[RunGradients]] = [
+            [RunGradients(run) for run in unit.runs if run.layout.trainable] for unit in units
+        ]
+        self._place: dict[int, tuple[RunGradients, int]] = {
+            id(param): (gradients, slot)
+            for unit in self.by_unit
+            for gradients in unit
+            for slot, param in enumerate(gradients.run.params)
+        }
+        self._flight: deque[tuple[RunGradients, Work]] = deque()
+        trainable = [g.run for g in self.all_runs()]
+        device = trainable[0].flat.device if trainable else torch.device("cpu")
+        self._pool = BufferPool(device, 4 * max((r.layout.numel for r in trainable), default=0))
+        self._factor = torch.ones(1, dtype=torch.float32, device=device)
+        self.set_accumulation(accumulation)
+        self._queue = [index for index in reversed(range(len(units))) if self.by_unit[index]]
+        self._next = 0
+        self._ready: set[int] = set()
+
+    def set_accumulation(self, accumulation: int) -> None:
+        """Average over ``accumulation`` micro-steps from now on."""
+        self.accumulation = accumulation
+        self.accumulating = accumulation > 1
+        self._scale = 1.0 / (accumulation * self._collectives.group.size)
+        self._factor.fill_(self._scale)
+
+    def all_runs(self) -> list[RunGradients]:
+        """The gradients of every trainable run, in layout order."""
+        return [gradients for unit in self.by_unit for gradients in unit]
+
+    def trainable_params(self) -> list[nn.Parameter]:
+        """The parameters that take gradients in."""
+        return [param for gradients in self.all_runs() for param in gradients.run.params]
+
+    def accumulate(self, param: nn.Parameter, grad: Tensor) -> None:
+        """Add one gradient; see [Note: one door].  Not collective.
+
+        Args:
+            param: A trainable parameter of the model.
+            grad: Gradient of this rank's loss, in the parameter's shape, any dtype and strides.
+        """
+        gradients, index = self._place[id(param)]
+        local = self._local(gradients)
+        slot = gradients.run.layout.slots[index]
+        target = local[slot.start : slot.stop].view(slot.spec.shape)
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        if index in gradients.seen:
+            target.add_(grad, alpha=self._scale)
+        elif grad.dtype == target.dtype:
+            torch.mul(grad, self._scale, out=target)
+        else:
+            # A Python scalar would round in the gradient's 16 bits first; a 1-element fp32
+            # tensor promotes, so that the product is rounded once, into the target.
+            torch.mul(grad, self._factor, out=target)
+        gradients.seen.add(index)
+        gradients.used.add(index)
+
+    def _local(self, gradients: RunGradients) -> Tensor:
+        """The run's buffer of local gradients, taken from the pool when it has none."""
+        if gradients.flying:
+            self.drain()  # a late gradient: its buffer is on the wire
+        if gradients.has_reduced and not gradients.seen:
+            self._stash(gradients)
+        if gradients.local is not None and (
+            gradients.seen or gradients.local.dtype == self._local_dtype(gradients)
+        ):
+            return gradients.local
+        if self._stage.gradients is Extent.FULL:
+            gradients.local = flat_buffer(
+                gradients.run.layout.numel, self._local_dtype(gradients), gradients.run.flat.device
+            ).tensor
+        else:
+            while len(self._flight) >= POOL_LIMIT:
+                self._land()
+            gradients.local = self._pool.take(
+                gradients.run.layout.numel, self._local_dtype(gradients)
+            )
+        return gradients.local
+
+    def _local_dtype(self, gradients: RunGradients) -> torch.dtype:
+        return self._accumulation_dtype if self.accumulating else gradients.run.layout.dtype
+
+    def _stash(self, gradients: RunGradients) -> None:
+        """Stage 0: put reduced values aside before their buffer takes local ones again."""
+        if self._stage.optimizer is Extent.FULL and gradients.reduced is not None:
+            gradients.carry = gradients.reduced.float().clone()
+            gradients.has_reduced = False
+
+    # ---- reduction ---------------------------------------------------------------------------
+
+    def mark_passed(self, unit: Unit) -> None:
+        """Launch reductions up to this unit's place in the order; see [Note: order …]."""
+        self._ready.add(unit.index)
+        while self._next < len(self._queue) and self._queue[self._next] in self._ready:
+            self._launch(self._queue[self._next])
+            self._next += 1
+
+    def finish_backward(self) -> None:
+        """Launch what is left, in order, and wait for everything.  Collective."""
+        while self._next < len(self._queue):
+            self._launch(self._queue[self._next])
+            self._next += 1
+        self.drain()
+        self.restart_order()
+
+    def restart_order(self) -> None:
+        """Begin the order of reductions anew."""
+        self._next = 0
+        self._ready.clear()
+
+    def flush(self, units: Sequence[int]) -> None:
+        """Reduce the local gradients of ``units`` outside of a backward.  Collective."""
+        for index in units:
+            self._launch(index)
+        self.drain()
+
+    def unreduced(self) -> list[int]:
+        """Units whose local gradients were not reduced yet (late arrivals, ``no_sync``)."""
+        return [i for i, unit in enumerate(self.by_unit) if any(g.seen for g in unit)]
+
+    def _launch(self, index: int) -> None:
+        self._trace.add("reduce", index)
+        for gradients in self.by_unit[index]:
+            local = self._local(gradients)
+            for slot, place in enumerate(gradients.run.layout.slots):
+                if slot not in gradients.seen:
+                    local[place.start : place.stop].zero_()
+            for start, stop in gradients.run.layout.gaps:
+                local[start:stop].zero_()
+            gradients.seen.clear()
+            wire = local if self._wire_dtype in (None, local.dtype) else local.to(self._wire_dtype)
+            if self._stage.optimizer is Extent.FULL:
+                out = wire[slice(*gradients.run.layout.shard_range(gradients.run.shard))]
+                gradients.reduced = wire
+                accumulate = False
+            else:
+                out = self._shard(gradients)
+                accumulate = gradients.has_reduced
+            name = gradients.run.layout.name
+            work = self._collectives.reduce(wire, out, name, accumulate=accumulate)
+            gradients.has_reduced = gradients.flying = True
+            self._flight.append((gradients, work))
+
+    def _shard(self, gradients: RunGradients) -> Tensor:
+        if gradients.reduced is None:
+            gradients.reduced = flat_buffer(
+                gradients.run.layout.shard_numel, torch.float32, gradients.run.flat.device
+            ).tensor
+        return gradients.reduced
+
+    def _land(self) -> None:
+        """Wait for the oldest reduction and return its buffer."""
+        gradients, work = self._flight.popleft()
+        work.wait()
+        gradients.flying = False
+        if self._stage.gradients is Extent.SHARD and gradients.local is not None:
+            self._pool.give(gradients.local)
+            gradients.local = None
+
+    def drain(self) -> None:
+        """Wait for all reductions in flight; at stage 0 also bring the sums to every rank."""
+        landed = []
+        gathers = []
+        while self._flight:
+            gradients = self._flight[0][0]
+            self._land()
+            if self._stage.optimizer is Extent.FULL and gradients.reduced is not None:
+                name = gradients.run.layout.name
+                gathers.append(self._collectives.gather(gradients.reduced, name))
+                landed.append(gradients)
+        for gather in gathers:
+            gather.wait()
+        for gradients in landed:
+            if gradients.carry is not None and gradients.reduced is not None:
+                gradients.reduced = gradients.carry.add_(gradients.reduced)
+                gradients.carry = None
+
+    # ---- around the step ---------------------------------------------------------------------
+
+    def expose_grads(self) -> None:
+        """Stage 0: let ``param.grad`` show the reduced gradient, as a view where dtypes agree."""
+        if self._stage.optimizer is Extent.SHARD:
+            return
+        for gradients in self.all_runs():
+            if gradients.reduced is None or not gradients.has_reduced:
+                continue
+            if gradients.reduced.dtype != gradients.run.layout.dtype:
+                continue
+            for param, slot in zip(gradients.run.params, gradients.run.layout.slots, strict=True):
+                param.grad = gradients.reduced[slot.start : slot.stop].view(slot.spec.shape)
+
+    def hide_grads(self) -> None:
+        """Take the views of :meth:`expose_grads` away, so that autograd does not add to them."""
+        for param in self.trainable_params():
+            param.grad = None
+
+    def clear(self) -> None:
+        """Forget all gradients; waits for what is in flight."""
+        self.drain()
+        for gradients in self.all_runs():
+            if self._stage.gradients is Extent.SHARD and gradients.local is not None:
+                self._pool.give(gradients.local)
+                gradients.local = None
+            gradients.seen.clear()
+            gradients.used.clear()
+            gradients.has_reduced = False
+            gradients.carry = None
+        self.restart_order()

@@ -1,0 +1,77 @@
+"""What would store or load placeholders instead of weights, and is stopped.
+
+``state_dict`` of a module with released parameters would be a dictionary of NaN, and a dictionary
+made while they were gathered would read as zeros after the release.  So the first raises, and the
+second gets copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ds_comm.errors import EngineError
+from ds_zero.flat import Presence, Unit
+
+__all__ = ["guard_state_dicts"]
+
+
+def guard_state_dicts(model: nn.Module, units: Mapping[int, Unit]) -> list[RemovableHandle]:
+    """Install the guards on every module that owns a releasable parameter.
+
+    Args:
+        model: The module tree.
+        units: The releasable units, by ``id`` of each of their parameters.
+
+    Returns:
+        Handles that remove them.
+    """
+    handles: list[RemovableHandle] = []
+    for name, module in model.named_modules():
+        own = {key: units[id(p)] for key, p in module._parameters.items() if id(p) in units}
+        if own:
+            label = name or type(module).__name__
+            handles.append(module.register_state_dict_pre_hook(_before_save(label, own)))
+            handles.append(module.register_state_dict_post_hook(_after_save(own)))
+            handles.append(module.register_load_state_dict_pre_hook(_before_load(label, own)))
+    return handles
+
+
+def _any_released(units: Mapping[str, Unit]) -> bool:
+    return any(unit.presence is not Presence.PRESENT for unit in units.values())
+
+
+def _before_save(name: str, units: Mapping[str, Unit]) -> Callable[..., None]:
+    def check(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if _any_released(units):
+            raise EngineError(
+                f"state_dict() of {name!r}: its parameters are sharded over the ranks. Call "
+                "engine.module_state_dict() or engine.save_16bit_model() on every rank, or call "
+                "state_dict() inside `with ds_zero.GatheredParameters(model.parameters()):`."
+            )
+
+    return check
+
+
+def _after_save(units: Mapping[str, Unit]) -> Callable[..., None]:
+    def copy(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for key in units:
+            value = state.get(prefix + key)
+            if isinstance(value, Tensor):
+                state[prefix + key] = value.detach().clone()
+
+    return copy
+
+
+def _before_load(name: str, units: Mapping[str, Unit]) -> Callable[..., None]:
+    def check(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        if any(prefix + key in state for key in units) and _any_released(units):
+            raise EngineError(
+                f"load_state_dict() of {name!r}: its parameters are sharded over the ranks. Call "
+                "engine.load_module_state_dict(state_dict) on every rank."
+            )
+
+    return check

@@ -1,0 +1,238 @@
+"""``initialize``: from a model and a configuration to an engine."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ds_comm.collectives import collectives_for
+from ds_comm.errors import ConfigError, EngineError
+from ds_comm.group import Group
+from ds_comm.init import init_distributed
+from ds_comm.mesh import Mesh
+from ds_zero.config import EngineConfig, ZeroSection
+from ds_zero.core import CoreOptions, ZeroCore
+from ds_zero.data import DistributedLoader
+from ds_zero.engine import Engine
+from ds_zero.optim import attach_optimizer, optimizer_from_config
+from ds_zero.protocols import Schedule
+from ds_zero.schedules import build_schedule
+from ds_zero.units import UnitRules
+
+__all__ = ["Initialized", "initialize"]
+
+Config = Mapping[str, Any] | str | os.PathLike[str] | EngineConfig
+Groups = Sequence[nn.Parameter] | Sequence[dict[str, Any]]
+
+
+class Initialized(NamedTuple):
+    """What :func:`initialize` returns; unpacks as ``engine, optimizer, dataloader, scheduler``."""
+
+    engine: Engine
+    optimizer: torch.optim.Optimizer | None
+    dataloader: DistributedLoader | None
+    scheduler: Schedule | None
+
+
+def initialize(
+    args: Namespace | None = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Schedule | Callable[[torch.optim.Optimizer], Schedule] | None = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Config | None = None,
+    mesh_param: tuple[int, int] | None = None,
+    config_params: Config | None = None,
+) -> Initialized:
+    """Put a model under ZeRO.  Collective: all ranks call it with the same model.
+
+    Parameters keep their identity; their values become those of rank 0.
+
+    Args:
+        args: May carry ``deepspeed_config``, a path, instead of ``config``.
+        model: Any ``nn.Module``.
+        optimizer: An optimiser on the model's parameters, or a function that builds one from
+            them; wins over the configuration's.
+        model_parameters: What the configuration's optimiser trains: parameters or group
+            dictionaries; all that require a gradient by default.
+        training_data: A dataset; the result then has a loader of micro-batches for this rank.
+        lr_scheduler: A schedule, or a function that builds one from the optimiser.
+        distributed_port: Port of the rendezvous if the environment names none.
+        mpu: A Megatron-style description of the process groups.
+        dist_init_required: False leaves ``torch.distributed`` alone.
+        collate_fn: Joins samples of ``training_data``.
+        config: A mapping, a path, base64 JSON text, or an :class:`EngineConfig`.
+        mesh_param: (data-parallel, sequence-parallel) sizes; the second must be 1 here.
+        config_params: Old name of ``config``.
+
+    Returns:
+        Engine, optimiser, loader (or None) and schedule (or None).
+
+    Raises:
+        ConfigError: The configuration is wrong, given twice or missing.
+        EngineError: There is no model, or its parameters belong to another engine.
+    """
+    if model is None:
+        raise EngineError("initialize() needs a model")
+    if dist_init_required is not False:
+        init_distributed(distributed_port=distributed_port)
+    mesh = _mesh(mpu, mesh_param)
+    settings = EngineConfig.load(
+        _one_config(args, config, config_params), data_parallel_size=mesh.data.size
+    )
+    built, groups = _optimizer(settings, model, optimizer, model_parameters)
+    core = ZeroCore(
+        model,
+        [group["params"] for group in groups],
+        collectives_for(mesh.shard),
+        _options(settings),
+    )
+    if built is not None:
+        core.optimizer = attach_optimizer(
+            built,
+            core.optimized_runs(),
+            sharded=core.options.stage > 0,
+            allow_untested=settings.zero_allow_untested_optimizer,
+        )
+    schedule = _schedule(settings, built, lr_scheduler)
+    engine = Engine(model, core, settings, mesh.data, schedule)
+    engine.collate_fn = collate_fn
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data)
+    engine.describe_start()
+    return Initialized(engine, engine.optimizer, engine.training_dataloader, schedule)
+
+
+def _one_config(args: Namespace | None, config: Config | None, old: Config | None) -> Config:
+    """The only configuration among the places where one may be given."""
+    fields = vars(args) if args is not None else {}
+    named = {
+        "config": config,
+        "config_params": old,
+        "args.deepspeed_config": fields.get("deepspeed_config"),
+        "args.deepscale_config": fields.get("deepscale_config"),
+    }
+    given = {name: value for name, value in named.items() if value is not None}
+    if len(given) != 1:
+        raise ConfigError(
+            f"give exactly one configuration; got {sorted(given) if given else 'none'} (pass "
+            "config=..., or --deepspeed_config on the command line)"
+        )
+    return next(iter(given.values()))
+
+
+def _mesh(mpu: Any, mesh_param: tuple[int, int] | None) -> Mesh:
+    if mpu is not None:
+        return Mesh.from_mpu(mpu)
+    if mesh_param is not None and mesh_param[1] != 1:
+        raise ConfigError(
+            f"mesh_param={mesh_param}: sequence parallelism is not available yet; the second size "
+            "must be 1"
+        )
+    world = Group.world()
+    return Mesh.build(world_size=world.size, rank=world.ranks[world.rank])
+
+
+def _options(config: EngineConfig) -> CoreOptions:
+    zero = config.zero_optimization
+    return CoreOptions(
+        stage=zero.stage,
+        compute_dtype=torch.bfloat16 if config.bf16.enabled else None,
+        accumulation=config.batch.accumulation,
+        clip_norm=config.gradient_clipping,
+        accumulation_dtype=_dtype(config.data_types.grad_accum_dtype),
+        wire_dtype=_dtype(config.communication_data_type),
+        ignore_unused=zero.ignore_unused_parameters,
+        prefetch=zero.prefetch_bucket_size > 0 and zero.overlap_comm is not False,
+        rules=_rules(zero),
+    )
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    return names[name] if name is not None else None
+
+
+def _rules(zero: ZeroSection) -> UnitRules:
+    leaf = zero.leaf_module if "leaf_module" in zero.model_fields_set else None
+    return UnitRules(
+        block_classes=tuple(leaf.classes) if leaf and "classes" in leaf.model_fields_set else (),
+        block_names=tuple(leaf.names) if leaf else (),
+        block_suffixes=tuple(leaf.name_suffixes) if leaf else (),
+        persistence_numel=zero.param_persistence_threshold,
+        persistence_total_numel=zero.model_persistence_threshold,
+    )
+
+
+def _optimizer(
+    config: EngineConfig,
+    model: nn.Module,
+    given: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None,
+    parameters: Iterable[Any] | None,
+) -> tuple[torch.optim.Optimizer | None, list[dict[str, Any]]]:
+    """Build or take the optimiser; return it with its groups (one group without any)."""
+    groups = _clean_groups(model, parameters)
+    optimizer: torch.optim.Optimizer | None = None
+    if isinstance(given, torch.optim.Optimizer):
+        optimizer = given
+    elif given is not None:
+        optimizer = given(groups)
+    elif config.optimizer is not None:
+        optimizer = optimizer_from_config(config.optimizer, groups)
+    if optimizer is not None:
+        _check_members(model, optimizer)
+        return optimizer, optimizer.param_groups
+    return None, [{"params": [p for p in model.parameters() if p.requires_grad]}]
+
+
+def _clean_groups(model: nn.Module, parameters: Iterable[Any] | None) -> Any:
+    """Parameters or groups for an optimiser, without empty groups and frozen parameters."""
+    items: list[Any] = list(parameters) if parameters is not None else list(model.parameters())
+    if items and isinstance(items[0], dict):
+        for group in items:
+            group["params"] = [p for p in group["params"] if p.requires_grad]
+        return [group for group in items if group["params"]]
+    # Hugging Face and plain loops may pass (name, parameter) pairs.
+    plain = [item[1] if isinstance(item, tuple) else item for item in items]
+    return [param for param in plain if param.requires_grad]
+
+
+def _check_members(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimiser on other tensors than the model's parameters."""
+    members = {id(param) for param in model.parameters()}
+    foreign = sum(
+        id(param) not in members for group in optimizer.param_groups for param in group["params"]
+    )
+    if foreign:
+        raise ConfigError(
+            f"{foreign} tensors in the optimiser are not parameters of the model; build it from "
+            "model.parameters()"
+        )
+
+
+def _schedule(
+    config: EngineConfig,
+    optimizer: torch.optim.Optimizer | None,
+    given: Schedule | Callable[[torch.optim.Optimizer], Schedule] | None,
+) -> Schedule | None:
+    if given is None and config.scheduler is None:
+        return None
+    if optimizer is None:
+        raise ConfigError("a learning-rate schedule needs an optimiser")
+    if given is None:
+        assert config.scheduler is not None
+        built: Schedule = build_schedule(config.scheduler, optimizer)
+        return built
+    if callable(given) and not hasattr(given, "state_dict"):
+        return given(optimizer)
+    return given  # type: ignore[return-value]

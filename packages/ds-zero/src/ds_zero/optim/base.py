@@ -1,0 +1,117 @@
+"""What the engine asks of an optimiser, and the pieces that it updates.
+
+[Note: sharded optimisers]
+An element-wise optimiser gives the same result on any cut of a parameter.  So it runs on the
+master ranges of this rank: own implementations on long flat segments, ``torch.optim`` ones on one
+1-D tensor per piece of a parameter.  The ``param_groups`` dictionaries stay the user's own, so a
+schedule that writes ``group["lr"]`` acts on both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ds_zero.flat import FlatRun
+from ds_zero.layout import Piece
+
+__all__ = ["OptimizedRun", "ShardOptimizer", "StateRange", "StateSource"]
+
+
+@dataclass(frozen=True)
+class OptimizedRun:
+    """The part of a trainable run that this rank's optimiser updates."""
+
+    run: FlatRun
+
+    @property
+    def master(self) -> Tensor:
+        """1-D fp32 values, updated in place."""
+        return self.run.master
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """The parts of parameters in the master; ``shard_start`` counts in the master."""
+        begin, _ = self.run.master_range
+        if self.run.master.numel() == self.run.layout.numel:
+            return tuple(
+                Piece(slot.spec, 0, slot.start - begin, slot.spec.numel)
+                for slot in self.run.layout.slots
+                if slot.spec.numel
+            )
+        return self.run.layout.pieces(self.run.shard)
+
+    def slots_of_pieces(self) -> tuple[int, ...]:
+        """For each piece the index of its slot in the run."""
+        index = {slot.spec.name: i for i, slot in enumerate(self.run.layout.slots)}
+        return tuple(index[piece.spec.name] for piece in self.pieces())
+
+    def stored_pieces(self) -> tuple[Piece, ...]:
+        """The pieces that this rank writes to a checkpoint: its shard at every stage."""
+        shift = self.run.layout.shard_range(self.run.shard)[0] - self.run.master_range[0]
+        return tuple(
+            piece._replace(shard_start=piece.shard_start + shift)
+            for piece in self.run.layout.pieces(self.run.shard)
+        )
+
+
+class StateRange(NamedTuple):
+    """A range of one state tensor of one parameter."""
+
+    kind: str
+    """Name of the state, such as ``exp_avg``."""
+    name: str
+    """Parameter name."""
+    start: int
+    """First element, counted in the flattened parameter."""
+    data: Tensor
+    """1-D values."""
+
+
+class StateSource(Protocol):
+    """Where stored optimiser states are read from."""
+
+    def kinds(self, name: str) -> set[str]:
+        """Kinds of state that are stored for a parameter."""
+        ...
+
+    def read(self, kind: str, name: str, start: int, out: Tensor) -> None:
+        """Fill ``out`` (1-D) with elements from ``start`` on."""
+        ...
+
+    def scalars(self, name: str) -> Mapping[str, float]:
+        """Scalar states of a parameter, such as ``step``."""
+        ...
+
+
+class ShardOptimizer(Protocol):
+    """An optimiser that updates this rank's masters."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The object whose ``param_groups`` hold the hyper-parameters."""
+        ...
+
+    def update(self, grads: Sequence[Tensor | None], used: Sequence[Tensor]) -> None:
+        """Apply one step.  Not collective.
+
+        Args:
+            grads: For each run the fp32 gradient of its master range, or None.
+            used: For each run a bool mask over its slots; unused parameters are left alone.
+        """
+        ...
+
+    def state_ranges(self) -> Iterator[StateRange]:
+        """This rank's part of all state tensors."""
+        ...
+
+    def scalars(self) -> dict[str, dict[str, float]]:
+        """Scalar states of each parameter of which this rank holds a piece."""
+        ...
+
+    def load(self, source: StateSource) -> None:
+        """Replace all states with stored ones."""
+        ...
