@@ -6,11 +6,14 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ds_comm.config.scanner import plain_json
 from ds_comm.errors import ConfigError
+
+# Slow, busy machines must not fail a property.
+RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 SCALARS = st.one_of(
     st.none(),
@@ -57,6 +60,7 @@ def noisy(value: Any, draw: Any) -> str:
     return json.dumps(value, ensure_ascii=draw(st.booleans()))
 
 
+@RELAXED
 @given(VALUES, st.data())
 def test_a_commented_document_means_the_same(value: Any, data: st.DataObject) -> None:
     text = noisy(value, data.draw)
@@ -68,6 +72,7 @@ def test_a_commented_document_means_the_same(value: Any, data: st.DataObject) ->
     ]
 
 
+@RELAXED
 @given(VALUES, st.sampled_from([None, 2]))
 def test_plain_json_is_left_alone(value: Any, indent: int | None) -> None:
     text = json.dumps(value, indent=indent)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import Field, ValidationError
 
@@ -33,6 +33,9 @@ from ds_comm.config import (
     build,
 )
 from ds_comm.errors import ConfigError
+
+# Slow, busy machines must not fail a property.
+RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def _positive(value: Any) -> Any:
@@ -226,6 +229,7 @@ def test_what_is_no_number(value: Any) -> None:
     assert problems({"ratio": value}) == [("ratio", ProblemKind.MALFORMED)]
 
 
+@RELAXED
 @given(st.integers(-(2**62), 2**62))
 def test_whole_numbers_survive_as_text(value: int) -> None:
     assert build(Outer, {"count": value}).count == value
@@ -419,6 +423,7 @@ JSON = st.recursive(
 )
 
 
+@RELAXED
 @given(st.dictionaries(st.sampled_from([*Outer.model_fields, "gone", "block", "on", "qq"]), JSON))
 def test_any_document_is_read_or_refused_with_a_typed_error(data: Any) -> None:
     try:

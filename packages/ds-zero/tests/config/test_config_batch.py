@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ds_comm.errors import ConfigError
 from ds_zero.config import BatchSizes, EngineConfig, resolve_batch_sizes
+
+# Slow, busy machines must not fail a property.
+RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 TRAIN, MICRO, STEPS = (
     "train_batch_size",
@@ -109,6 +112,7 @@ def test_whole_floats_become_integers() -> None:
 SIZES = st.integers(1, 200)
 
 
+@RELAXED
 @given(micro=SIZES, steps=SIZES, ranks=SIZES)
 def test_any_two_sizes_give_the_third(micro: int, steps: int, ranks: int) -> None:
     train = micro * steps * ranks
@@ -122,6 +126,7 @@ def test_any_two_sizes_give_the_third(micro: int, steps: int, ranks: int) -> Non
 GIVEN = st.one_of(st.none(), st.integers(-5, 100))
 
 
+@RELAXED
 @given(train=GIVEN, micro=GIVEN, steps=GIVEN, ranks=st.integers(1, 12))
 def test_what_is_resolved_fits_and_keeps_what_was_given(
     train: int | None, micro: int | None, steps: int | None, ranks: int
