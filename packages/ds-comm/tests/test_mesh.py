@@ -131,8 +131,9 @@ class Mpu:
     def _make(partition: list[list[int]]) -> dist.ProcessGroup:
         made = [dist.new_group(ranks) for ranks in partition]
         (mine,) = [i for i, ranks in enumerate(partition) if dist.get_rank() in ranks]
-        assert made[mine] is not None
-        return made[mine]
+        handle = made[mine]
+        assert isinstance(handle, dist.ProcessGroup)
+        return handle
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
         return self._data

@@ -125,11 +125,11 @@ def destroy_own_group() -> None:
     dist.destroy_process_group()
 
 
-def fail_to_form_a_group() -> None:
+def fail_to_form_a_group(path: str) -> None:
     dist.destroy_process_group()
     if os.environ["RANK"] == "0":
         with pytest.raises(RuntimeError, match="rank < size"):
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=5, world_size=2)
+            dist.init_process_group("gloo", init_method=f"file://{path}", rank=5, world_size=2)
 
 
 def exit_cleanly() -> None:
@@ -189,8 +189,8 @@ def test_state_of_a_call_does_not_leak(ranks: Ranks) -> None:
     assert ranks(1, read_state) == [(None, before, torch.float32, 1)]
 
 
-def test_a_failed_rendezvous_does_not_disturb_the_next(ranks: Ranks) -> None:
-    ranks(2, fail_to_form_a_group, timeout=20.0)
+def test_a_failed_rendezvous_does_not_disturb_the_next(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, fail_to_form_a_group, str(tmp_path / "store"), timeout=20.0)
     assert ranks(2, summed, 0.0, timeout=20.0) == [1.0, 1.0]
 
 

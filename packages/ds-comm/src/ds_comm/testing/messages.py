@@ -1,4 +1,4 @@
-"""What the pool and its workers say to each other, one pickled object per message.
+"""What the pool says to its workers and its zygote, and back; one pickled object per message.
 
 [Note: conversation of one call]
 
@@ -20,7 +20,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Close", "Closed", "Failure", "Formed", "Go", "Reply", "Request", "Success", "Task"]
+__all__ = [
+    "Close",
+    "Closed",
+    "End",
+    "Failure",
+    "Fork",
+    "Formed",
+    "Go",
+    "Reply",
+    "Request",
+    "Success",
+    "Task",
+]
 
 
 @dataclass(frozen=True)
@@ -85,6 +97,20 @@ class Failure:
 @dataclass(frozen=True)
 class Closed:
     """The worker has left its group and is idle."""
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Start a worker; two file descriptors follow: its channel and its log.  Reply: its pid."""
+
+
+@dataclass(frozen=True)
+class End:
+    """Collect a worker, killing it if it is still there.  Reply: its exit status as in Popen."""
+
+    pid: int
+    patience_s: float
+    """Seconds to wait for it to end by itself."""
 
 
 Request = Task | Go | Close

@@ -13,7 +13,6 @@ import pickle
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,14 +24,13 @@ from types import TracebackType
 from typing import Literal, TypeVar
 
 from ds_comm.testing.messages import Close, Closed, Failure, Formed, Go, Request, Success, Task
+from ds_comm.testing.processes import Worker, Zygote
 
 __all__ = ["RankError", "RankFailure", "RankPool"]
 
 T = TypeVar("T")
 
 _CLOSE_S = 10.0
-_DUMP_S = 0.3
-_STACK_CHARS = 4000
 # A crash is seen a little after the errors that it causes on its peers.
 _CRASH_LEAD_S = 0.5
 
@@ -70,55 +68,6 @@ class RankError(AssertionError):
         super().__init__("\n".join(lines))
 
 
-@dataclass
-class _Output:
-    """The growing file that takes what a worker writes."""
-
-    path: Path
-    position: int = 0
-
-    def read(self) -> str:
-        """Return what was written since the last call."""
-        with self.path.open("rb") as log:
-            log.seek(self.position)
-            data = log.read()
-        self.position += len(data)
-        return data.decode(errors="replace")
-
-
-class _Worker:
-    """One worker process, its channel and the file that takes its output."""
-
-    def __init__(self, slot: int, folder: Path, environ: Mapping[str, str]) -> None:
-        log_path = folder / f"worker{slot}-{time.monotonic_ns()}.log"
-        ours, theirs = socket.socketpair()
-        with theirs, log_path.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "ds_comm.testing.worker"]
-                + [str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=dict(environ),
-            )
-        self.channel = Connection(ours.detach())
-        self.output = _Output(log_path)
-
-    def stacks(self) -> str:
-        """Ask the process where it stands; return what it writes (its own output included)."""
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGUSR1)
-            time.sleep(_DUMP_S)
-        return self.output.read()[-_STACK_CHARS:].rstrip()
-
-    def kill(self) -> None:
-        """End the process now and free its resources."""
-        self.channel.close()
-        self.process.kill()
-        self.process.wait()
-
-
 class RankPool:
     """Persistent ranks; usable as a context manager, with or without pytest.
 
@@ -144,8 +93,9 @@ class RankPool:
         self.max_ranks = max_ranks
         self._grace_s = grace_s
         self._echo = echo
-        self._environ = _worker_environ(os.environ if environ is None else environ)
-        self._workers: dict[int, _Worker] = {}
+        self._environ = dict(os.environ if environ is None else environ)
+        self._zygote: Zygote | None = None
+        self._workers: dict[int, Worker] = {}
         self._folder: Path | None = None
         self._calls = 0
 
@@ -165,7 +115,7 @@ class RankPool:
     @property
     def pids(self) -> tuple[int, ...]:
         """Process ids of the live workers, by rank."""
-        return tuple(self._workers[slot].process.pid for slot in sorted(self._workers))
+        return tuple(self._workers[slot].pid for slot in sorted(self._workers))
 
     def run(
         self,
@@ -226,7 +176,7 @@ class RankPool:
         finally:
             # Reached by Ctrl-C too: whoever has not said Closed is in an unknown state.
             for rank in call.unfinished:
-                self._workers.pop(rank).kill()
+                self._workers.pop(rank).end(patience_s=0.0)
             store.unlink(missing_ok=True)
             if self._echo:
                 _echo(members)
@@ -239,8 +189,11 @@ class RankPool:
     def close(self) -> None:
         """End all workers; the pool can be used again afterwards."""
         for worker in self._workers.values():
-            worker.kill()
+            worker.end()
         self._workers.clear()
+        if self._zygote is not None:
+            self._zygote.close()
+            self._zygote = None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
@@ -248,13 +201,16 @@ class RankPool:
     def _start(self, world_size: int) -> Path:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="ds-ranks-"))
+        if self._zygote is not None and not self._zygote.alive:
+            self.close()
+            return self._start(world_size)
+        if self._zygote is None:
+            self._zygote = Zygote(self._environ)
         for slot in range(world_size):
-            worker = self._workers.get(slot)
-            if worker is not None and worker.process.poll() is not None:
-                self._workers.pop(slot).kill()
-                worker = None
-            if worker is None:
-                self._workers[slot] = _Worker(slot, self._folder, self._environ)
+            if slot in self._workers and not self._workers[slot].alive:
+                self._workers.pop(slot).end()
+            if slot not in self._workers:
+                self._workers[slot] = Worker(self._zygote, self._folder)
         return self._folder
 
 
@@ -264,7 +220,7 @@ class _Call:
     See [Note: conversation of one call] in ``messages``.
     """
 
-    def __init__(self, members: Mapping[int, _Worker], grace_s: float) -> None:
+    def __init__(self, members: Mapping[int, Worker], grace_s: float) -> None:
         self.results: dict[int, bytes] = {}
         self.failures: list[RankFailure] = []
         self.unfinished = set(members)
@@ -344,8 +300,8 @@ class _Call:
                 RankFailure(
                     rank=rank,
                     kind="crashed",
-                    summary=_exit_text(worker.process.wait()),
-                    details=worker.output.read()[-_STACK_CHARS:].rstrip() or "(it wrote nothing)",
+                    summary=_exit_text(worker.end()),
+                    details=worker.output(tail=True) or "(it wrote nothing)",
                     at_s=time.monotonic() - _CRASH_LEAD_S,
                 )
             )
@@ -357,14 +313,16 @@ class _Call:
         for rank in sorted(self._running):
             stacks = self._members[rank].stacks()
             self.failures.append(
-                RankFailure(rank, "stuck", reason, stacks or "(no stack)", time.monotonic())
+                RankFailure(
+                    rank, "stuck", reason, stacks or "(it does not say where)", time.monotonic()
+                )
             )
         self._running.clear()
 
 
-def _echo(members: Mapping[int, _Worker]) -> None:
+def _echo(members: Mapping[int, Worker]) -> None:
     for rank, worker in members.items():
-        for line in worker.output.read().splitlines():
+        for line in worker.output().splitlines():
             sys.stdout.write(f"[rank {rank}] {line}\n")
 
 
@@ -385,7 +343,9 @@ def _cause_first(failure: RankFailure) -> tuple[bool, float, int]:
     return (failure.kind == "stuck", failure.at_s, failure.rank)
 
 
-def _exit_text(status: int) -> str:
+def _exit_text(status: int | None) -> str:
+    if status is None:
+        return "its parent process was gone"
     if status < 0:
         return f"ended by signal {signal.Signals(-status).name}"
     return f"exit status {status}"
@@ -402,18 +362,6 @@ def _locate(function: Callable[..., object]) -> tuple[str, str, str]:
         )
     main = function.__module__ == "__main__"
     return "__ranks_main__" if main else function.__module__, os.path.realpath(source), qualname
-
-
-def _worker_environ(base: Mapping[str, str]) -> dict[str, str]:
-    """Environment for workers: one thread each, loopback only, on the CPU unless asked."""
-    environ = dict(base)
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        environ.pop(name, None)
-    environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", PYTHONUNBUFFERED="1")
-    environ.setdefault("DS_ACCELERATOR", "cpu")
-    environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    environ["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
-    return environ
 
 
 def _free_port() -> int:

@@ -1,7 +1,6 @@
-"""One rank of the pool: ``python -m ds_comm.testing.worker FD PARENT_PID``.
+"""One rank of the pool: runs the tasks that arrive on its channel until that closes.
 
-Runs tasks that arrive on the inherited file descriptor until it closes.  See
-[Note: conversation of one call] in ``messages``.
+See [Note: conversation of one call] in ``messages``.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from types import ModuleType, TracebackType
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -246,23 +246,14 @@ def _serve(channel: Connection) -> None:
         channel.send(Closed())
 
 
-def main(argv: list[str]) -> None:
-    """Serve tasks from file descriptor ``argv[1]`` until it closes or process ``argv[2]`` ends."""
-    channel = Connection(int(argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+def main(channel_fd: int) -> NoReturn:
+    """Serve tasks from a file descriptor until it closes or the parent process ends."""
+    channel = Connection(channel_fd)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    threading.Thread(target=_watch_parent, args=(int(argv[2]),), daemon=True).start()
+    threading.Thread(target=_watch_parent, args=(os.getppid(),), daemon=True).start()
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # collections after each call then skip what torch itself owns
-    try:
+    with contextlib.suppress(EOFError, ConnectionError):
         _serve(channel)
-    except (EOFError, ConnectionError):
-        pass
     sys.stdout.flush()
     os._exit(0)  # atexit handlers of torch take longer than a test
-
-
-if __name__ == "__main__":
-    main(sys.argv)
