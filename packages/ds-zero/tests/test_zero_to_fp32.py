@@ -15,8 +15,15 @@ from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 
 from ds_comm.errors import CheckpointError, CheckpointNotFoundError, ConfigError
-from ds_zero.checkpoint import Chunk, Manifest, SoloCoordinator, TensorInfo, save_checkpoint
-from ds_zero.checkpoint.export import parse_size
+from ds_zero.checkpoint import (
+    Chunk,
+    Manifest,
+    SoloCoordinator,
+    TensorInfo,
+    open_checkpoint,
+    save_checkpoint,
+)
+from ds_zero.checkpoint.export import export_weights, parse_size
 from ds_zero.zero_to_fp32 import (
     LazyTensor,
     convert_zero_checkpoint_to_fp32_state_dict,
@@ -336,3 +343,27 @@ def test_help_shows_examples() -> None:
     ):
         assert flag in shown
     assert "examples:" in shown and "pickled" in shown
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_memory_does_not_grow_with_the_tensor(tmp_path: Path, safe: bool) -> None:
+    def anonymous_kb() -> int:
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith("RssAnon"))
+
+    data = torch.ones(16 * 2**20)  # 64 MiB
+    manifest = Manifest((TensorInfo("w", (4096, 4096), "bfloat16", True, 0),))
+    save_checkpoint(
+        tmp_path / "ckpt", "x", manifest, [Chunk("param", "w", 0, data)], {}, SoloCoordinator()
+    )
+    before = anonymous_kb()
+    peak = [before]
+    with open_checkpoint(tmp_path / "ckpt") as checkpoint:
+        export_weights(
+            checkpoint,
+            tmp_path / "out",
+            max_shard_bytes=10**9,
+            safe_serialization=safe,
+            progress=lambda _: peak.append(anonymous_kb()),
+        )
+    assert max(*peak, anonymous_kb()) - before < 24_000

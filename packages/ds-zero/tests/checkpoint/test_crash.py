@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -127,3 +128,43 @@ def test_killed_while_chunks_are_produced(tmp_path: Path, tools: Any) -> None:
     assert list(tmp_path.glob("new.tmp-*"))
     tools.save(tmp_path, "newer", state)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "newer", "old"]
+
+
+@pytest.mark.parametrize("tag", ["new", "old"])
+def test_everything_is_on_disk_before_it_is_visible(
+    tmp_path: Path, tools: Any, tag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut loses what was not forced to disk: the order of the calls is the guarantee."""
+    tools.save(tmp_path, "old", tools.example_state(1), 2)
+    log: list[tuple[str, str]] = []
+
+    def record(name: str, path_of: Callable[..., str]) -> None:
+        real = getattr(os, name)
+
+        def call(*args: Any) -> Any:
+            log.append((name, path_of(*args)))
+            return real(*args)
+
+        monkeypatch.setattr(os, name, call)
+
+    def relative(path: object) -> str:
+        text = re.sub(r"[.-][0-9a-f]{8}(?=\.safetensors)|(?<=tmp-)[0-9a-f]{32}", "", str(path))
+        return os.path.relpath(text, tmp_path)
+
+    record("fsync", lambda fd: relative(os.readlink(f"/proc/self/fd/{fd}")))
+    record("rename", lambda source, target: relative(target))
+    record("replace", lambda source, target: relative(target))
+    tools.save(tmp_path, tag, tools.example_state(2), 2)
+
+    staged = f"{tag}.tmp-"
+    files = [f"{staged}/rank-0000{rank}-of-00002.safetensors" for rank in range(2)]
+    assert sorted(log[:2]) == [("fsync", file) for file in files]
+    expected = [("fsync", f"{staged}/index.json"), ("fsync", staged)]
+    if tag == "new":
+        expected += [("rename", "new")]
+    else:
+        moved = [f"old/rank-0000{rank}-of-00002.safetensors" for rank in range(2)]
+        expected += [("rename", file) for file in moved]
+        expected += [("fsync", "old"), ("replace", "old/index.json"), ("fsync", "old")]
+    expected += [("fsync", "."), ("fsync", "latest.tmp-"), ("replace", "latest"), ("fsync", ".")]
+    assert log[2:] == expected
