@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
-from ds_zero.flat import Unit
+from ds_comm.errors import EngineError
+from ds_zero.flat import Presence, Unit
 
 __all__ = ["ParameterTable", "watch_reads"]
 
@@ -40,7 +41,18 @@ class ParameterTable(dict[str, nn.Parameter | None]):
         return param
 
     def __deepcopy__(self, memo: dict[int, object]) -> dict[str, nn.Parameter | None]:
-        """Copy to a plain dictionary: a copied module has no engine."""
+        """Copy to a plain dictionary: a copied module has no engine.
+
+        Raises:
+            EngineError: A parameter is released, so the copy would hold NaN.
+        """
+        for name, param in self.items():
+            unit = self._units.get(id(param))
+            if unit is not None and unit.presence is not Presence.PRESENT:
+                raise EngineError(
+                    f"cannot copy {name!r}: it is sharded over the ranks. Copy the model inside "
+                    "`with ds_zero.GatheredParameters(model.parameters()):`."
+                )
         return {name: copy.deepcopy(param, memo) for name, param in self.items()}
 
     def __reduce__(self) -> tuple[type, tuple[dict[str, nn.Parameter | None]]]:

@@ -56,7 +56,7 @@ def agree(
         gradients.flush([int(index) for index in late.nonzero()])
         rows = collectives.exchange(_row(gradients, collectives, trace))
     _check(rows, collectives, trace, unit_names)
-    norms = rows[:, :8].contiguous().view(torch.float64).flatten().tolist()
+    norms = rows[:, :8].reshape(-1).view(torch.float64).tolist()
     mask = rows[:, _HEAD_BYTES + len(unit_names) :].any(dim=0)
     sizes = [len(g.run.params) for g in gradients.all_runs()]
     return Agreement(math.sqrt(sum(norms)), mask.split(sizes) if sizes else ())

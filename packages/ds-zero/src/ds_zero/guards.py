@@ -34,10 +34,23 @@ def guard_state_dicts(model: nn.Module, units: Mapping[int, Unit]) -> list[Remov
         own = {key: units[id(p)] for key, p in module._parameters.items() if id(p) in units}
         if own:
             label = name or type(module).__name__
-            handles.append(module.register_state_dict_pre_hook(_before_save(label, own)))
-            handles.append(module.register_state_dict_post_hook(_after_save(own)))
-            handles.append(module.register_load_state_dict_pre_hook(_before_load(label, own)))
+            for register, hook in (
+                (module.register_state_dict_pre_hook, _before_save(label, own)),
+                (module.register_state_dict_post_hook, _after_save(own)),
+                (module.register_load_state_dict_pre_hook, _before_load(label, own)),
+            ):
+                handles.append(register(_for_this_one(module, hook)))
     return handles
+
+
+def _for_this_one(owner: nn.Module, hook: Callable[..., None]) -> Callable[..., None]:
+    """Keep a hook from acting on copies of its module, which share it."""
+
+    def call(module: nn.Module, *args: Any) -> None:
+        if module is owner:
+            hook(module, *args)
+
+    return call
 
 
 def _any_released(units: Mapping[str, Unit]) -> bool:

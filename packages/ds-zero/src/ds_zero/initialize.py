@@ -53,6 +53,8 @@ def initialize(
     config: Config | None = None,
     mesh_param: tuple[int, int] | None = None,
     config_params: Config | None = None,
+    *,
+    schema: type[EngineConfig] = EngineConfig,
 ) -> Initialized:
     """Put a model under ZeRO.  Collective: all ranks call it with the same model.
 
@@ -74,6 +76,7 @@ def initialize(
         config: A mapping, a path, base64 JSON text, or an :class:`EngineConfig`.
         mesh_param: (data-parallel, sequence-parallel) sizes; the second must be 1 here.
         config_params: Old name of ``config``.
+        schema: What the configuration may contain; a facade passes its own class.
 
     Returns:
         Engine, optimiser, loader (or None) and schedule (or None).
@@ -87,7 +90,7 @@ def initialize(
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
     mesh = _mesh(mpu, mesh_param)
-    settings = EngineConfig.load(
+    settings = schema.load(
         _one_config(args, config, config_params), data_parallel_size=mesh.data.size
     )
     built, groups = _optimizer(settings, model, optimizer, model_parameters)

@@ -68,16 +68,20 @@ class Tracker:
         for unit in self._units:
             for module in unit.modules:
                 self._handles.append(
-                    module.register_forward_pre_hook(self._entering(unit), prepend=True)
+                    module.register_forward_pre_hook(self._entering(unit, module), prepend=True)
                 )
                 self._handles.append(
                     module.register_forward_hook(
                         self._leaving(unit, module, model), with_kwargs=True, always_call=True
                     )
                 )
-        self._handles.append(model.register_forward_pre_hook(self._enter_root, prepend=True))
         self._handles.append(
-            model.register_forward_hook(self._leave_root, with_kwargs=True, always_call=True)
+            model.register_forward_pre_hook(self._entering_root(model), prepend=True)
+        )
+        self._handles.append(
+            model.register_forward_hook(
+                self._leaving_root(model), with_kwargs=True, always_call=True
+            )
         )
         releasable = {id(p): unit for unit in self._units if unit.releasable for p in unit.params}
         self._stop_watching = watch_reads(model, releasable, self._lend)
@@ -93,24 +97,37 @@ class Tracker:
 
     # ---- forward -----------------------------------------------------------------------------
 
-    def _enter_root(self, module: nn.Module, args: Any) -> None:
-        if self._armed and not _in_backward():
-            self.abandon_backward()
-        if self._depth == 0 and not _in_backward():
-            self._residency.begin_pass()
-        self._depth += 1
-        self._cast_net(module)
+    # Hooks are closures that act for one module only: copy.deepcopy copies them by reference, and
+    # a copied module has no engine.
 
-    def _leave_root(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self._haul_net(module)
-        self._depth = max(0, self._depth - 1)
-        if not self._depth and not _in_backward():
-            for unit in self._borrowed:
-                self._residency.release(unit)
-            self._borrowed.clear()
-        if torch.is_grad_enabled():
-            for tensor in _grad_outputs(output, (args, kwargs)):
-                tensor.register_hook(self._begin_task_hook)
+    def _entering_root(self, owner: nn.Module) -> Callable[[nn.Module, Any], None]:
+        def enter(module: nn.Module, args: Any) -> None:
+            if module is not owner:
+                return
+            if self._armed and not _in_backward():
+                self.abandon_backward()
+            if self._depth == 0 and not _in_backward():
+                self._residency.begin_pass()
+            self._depth += 1
+            self._cast_net(module)
+
+        return enter
+
+    def _leaving_root(self, owner: nn.Module) -> Callable[..., None]:
+        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if module is not owner:
+                return
+            self._haul_net(module)
+            self._depth = max(0, self._depth - 1)
+            if not self._depth and not _in_backward():
+                for unit in self._borrowed:
+                    self._residency.release(unit)
+                self._borrowed.clear()
+            if torch.is_grad_enabled():
+                for tensor in _grad_outputs(output, (args, kwargs)):
+                    tensor.register_hook(self._begin_task_hook)
+
+        return leave
 
     def _lend(self, unit: Unit) -> None:
         """Gather a unit whose parameter is read while the model runs; see ``access``."""
@@ -135,8 +152,10 @@ class Tracker:
     def _begin_task_hook(self, grad: Tensor) -> None:
         self._arm()
 
-    def _entering(self, unit: Unit) -> Callable[[nn.Module, Any], None]:
+    def _entering(self, unit: Unit, owner: nn.Module) -> Callable[[nn.Module, Any], None]:
         def enter(module: nn.Module, args: Any) -> None:
+            if module is not owner:
+                return
             backward = _in_backward()
             if backward:
                 self._arm()
@@ -146,10 +165,12 @@ class Tracker:
 
         return enter
 
-    def _leaving(self, unit: Unit, module: nn.Module, model: nn.Module) -> Callable[..., None]:
-        needs_values = not (isinstance(module, nn.Embedding) and module.max_norm is None)
+    def _leaving(self, unit: Unit, owner: nn.Module, model: nn.Module) -> Callable[..., None]:
+        needs_values = not (isinstance(owner, nn.Embedding) and owner.max_norm is None)
 
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if module is not owner:
+                return
             if module is not model:
                 self._haul_net(module)
             hooked = False

@@ -47,7 +47,7 @@ def test_defaults() -> None:
     assert config.communication_data_type is None
     assert config.compute_dtype == "float32"
     assert config.data_types.grad_accum_dtype is None
-    assert config.checkpoint.tag_validation == "Warn"
+    assert config.checkpoint.tag_validation == "Fail"
     zero = config.zero_optimization
     assert (zero.stage, zero.overlap_comm, zero.ignore_unused_parameters) == (0, None, True)
     assert zero.prefetch_bucket_size == 50_000_000

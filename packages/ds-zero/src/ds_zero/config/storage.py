@@ -32,9 +32,11 @@ class ParallelWriteSection(Section):
 class CheckpointSection(Section):
     """``checkpoint``: saving and loading."""
 
-    tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capitalised)] = (
-        "Warn"
-    )
+    tag_validation: Annotated[
+        Literal["Ignore", "Warn", "Fail"],
+        BeforeValidator(_capitalised),
+        NoEffect("ranks that save under different tags are always an error"),
+    ] = "Fail"
     """What to do when ranks save under different tags."""
     load_universal: Annotated[
         Flag, NoEffect("every checkpoint loads at every stage and on any number of ranks")
