@@ -23,7 +23,8 @@ class Net(nn.Module):
         torch.manual_seed(4)
         self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
         self.out = nn.Linear(7, 13)
-        self.norm = nn.BatchNorm1d(13)
+        self.shift: Tensor
+        self.register_buffer("shift", torch.zeros(13))
         self.unused = nn.Linear(3, 1)
         self.layers[2].weight = self.layers[0].weight
         self.layers[1].weight.requires_grad_(False)
@@ -31,7 +32,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        return self.norm(self.out(x)).square().mean() + x.abs().mean()
+        return (self.out(x) + self.shift.to(x.dtype)).square().mean() + x.abs().mean()
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -64,7 +65,6 @@ def _steps(engine: ds_zero.Engine, first: int, count: int) -> list[float]:
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     losses = []
     dtype = torch.bfloat16 if engine.config.bf16.enabled else torch.float32
-    engine.module.eval()  # running statistics would depend on the local batch
     for step in range(first, first + count):
         batch = torch.randn(12, 7, generator=torch.Generator().manual_seed(step)).to(dtype)
         loss = engine(batch.chunk(world)[rank])
@@ -79,7 +79,7 @@ def _steps(engine: ds_zero.Engine, first: int, count: int) -> list[float]:
 def save(folder: str, stage: int, precision: str, optimizer: str) -> list[float]:
     """Three steps, save, three more."""
     engine = build(stage, precision, optimizer)
-    engine.module.norm.running_mean.fill_(0.25)
+    engine.module.shift.fill_(0.25)
     _steps(engine, 0, 3)
     engine.save_checkpoint(folder, client_state={"note": "mine", "tensor": torch.arange(3)})
     return _steps(engine, 3, 3)
@@ -94,7 +94,7 @@ def load(folder: str, stage: int, precision: str, optimizer: str) -> list[float]
     assert torch.equal(client["tensor"], torch.arange(3))
     assert engine.global_steps == 3 and engine.global_samples == 36
     assert engine.lr_scheduler is not None
-    assert (engine.module.norm.running_mean == 0.25).all()
+    assert (engine.module.shift == 0.25).all()
     return _steps(engine, 3, 3)
 
 
