@@ -1,15 +1,23 @@
-"""ZeRO training engine: stages 0 to 3 as one mechanism, from a ``ds_config``."""
+"""ZeRO training engine: stages 0 to 3 as one mechanism, from a ``ds_config``.
+
+Names are imported when they are first used, so that ``import ds_zero`` costs next to nothing.
+"""
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING
+
 from ds_zero._version import __version__
-from ds_zero.config import EngineConfig
-from ds_zero.core import CoreOptions, StepReport, ZeroCore
-from ds_zero.data import DistributedLoader, RepeatingLoader
-from ds_zero.engine import Engine
-from ds_zero.gathered import GatheredParameters
-from ds_zero.initialize import Initialized, initialize
-from ds_zero.schedules import add_tuning_arguments
+
+if TYPE_CHECKING:
+    from ds_zero.builder import Initialized, initialize
+    from ds_zero.config import EngineConfig
+    from ds_zero.core import CoreOptions, StepReport, ZeroCore
+    from ds_zero.data import DistributedLoader, RepeatingLoader
+    from ds_zero.engine import Engine
+    from ds_zero.gathered import GatheredParameters
+    from ds_zero.schedules import add_tuning_arguments
 
 __all__ = [
     "CoreOptions",
@@ -25,3 +33,31 @@ __all__ = [
     "add_tuning_arguments",
     "initialize",
 ]
+
+_HOMES = {
+    "CoreOptions": "ds_zero.core",
+    "DistributedLoader": "ds_zero.data",
+    "Engine": "ds_zero.engine",
+    "EngineConfig": "ds_zero.config",
+    "GatheredParameters": "ds_zero.gathered",
+    "Initialized": "ds_zero.builder",
+    "RepeatingLoader": "ds_zero.data",
+    "StepReport": "ds_zero.core",
+    "ZeroCore": "ds_zero.core",
+    "add_tuning_arguments": "ds_zero.schedules",
+    "initialize": "ds_zero.builder",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name from its home."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = vars(importlib.import_module(_HOMES[name]))[name]
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted(__all__)

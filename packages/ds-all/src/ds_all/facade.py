@@ -11,7 +11,7 @@ from torch import nn
 
 import ds_zero
 from ds_all.config import DSConfig
-from ds_zero.initialize import Config, Initialized
+from ds_zero.builder import Config, Initialized
 from ds_zero.protocols import Schedule
 
 __all__ = ["initialize"]
