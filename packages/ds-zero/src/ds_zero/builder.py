@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ds_comm.collectives import collectives_for
+from ds_comm.device import current_device
 from ds_comm.errors import ConfigError, EngineError
 from ds_comm.group import Group
 from ds_comm.init import init_distributed
@@ -93,6 +94,9 @@ def initialize(
     settings = schema.load(
         _one_config(args, config, config_params), data_parallel_size=mesh.data.size
     )
+    device = current_device()
+    if any(param.device != device for param in model.parameters()):
+        model.to(device)
     built, groups = _optimizer(settings, model, optimizer, model_parameters)
     core = ZeroCore(
         model,

@@ -8,7 +8,6 @@ the optimiser updates this rank's masters.  ``tracker`` drives all from what the
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +17,9 @@ from torch import Tensor, nn
 
 from ds_comm.collectives import Collectives
 from ds_comm.errors import EditError, EngineError
+from ds_comm.logging import get_logger
 from ds_zero.agreement import Agreement, agree
-from ds_zero.flat import Presence, Unit, build_units
+from ds_zero.flat import Presence, build_units
 from ds_zero.gradients import GradientFlow, RunGradients
 from ds_zero.guards import guard_state_dicts
 from ds_zero.layout import ModelLayout, ParamSpec
@@ -33,7 +33,7 @@ from ds_zero.units import UnitRules, param_names, plan_units
 
 __all__ = ["CoreOptions", "StepReport", "ZeroCore"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -138,17 +138,6 @@ class ZeroCore:
     def optimized_runs(self) -> tuple[OptimizedRun, ...]:
         """The masters that an optimiser updates on this rank."""
         return tuple(OptimizedRun(gradients.run) for gradients in self.gradients.all_runs())
-
-    def unit_of(self, param: nn.Parameter) -> Unit:
-        """The unit that holds ``param``.
-
-        Raises:
-            EngineError: The parameter is not in this model.
-        """
-        for unit in self.units:
-            if any(member is param for member in unit.params):
-                return unit
-        raise EngineError("the parameter does not belong to this engine's model")
 
     def describe(self) -> str:
         """One line a unit, for people."""

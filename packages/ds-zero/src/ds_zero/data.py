@@ -15,7 +15,6 @@ of equally long micro-batches: at most ``world_size - 1`` samples are used twice
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -23,6 +22,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from ds_comm.errors import CheckpointError, ConfigError, EngineError
+from ds_comm.logging import get_logger
 
 __all__ = [
     "DistributedLoader",
@@ -33,7 +33,7 @@ __all__ = [
     "num_micro_batches",
 ]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 STATE_VERSION = 1
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,8 @@ from torch import Tensor, nn
 from ds_comm.device import current_device
 from ds_comm.errors import EngineError
 from ds_comm.group import Group
-from ds_zero.config import EngineConfig
+from ds_comm.logging import get_logger
+from ds_zero.config import BatchSizes, EngineConfig, resolve_batch_sizes
 from ds_zero.core import ZeroCore
 from ds_zero.data import DistributedLoader
 from ds_zero.export import full_state_dict, load_state_dict, save_weights
@@ -24,7 +24,7 @@ from ds_zero.protocols import Schedule
 
 __all__ = ["Counters", "Engine"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass
@@ -163,7 +163,7 @@ class Engine(nn.Module):
 
     def describe_start(self) -> None:
         """Log configuration and units where the configuration asks for it (``dump_state``)."""
-        if self.config.dump_state and self.data_group.rank == 0:
+        if self.config.dump_state:
             logger.info("configuration: %s", self.config.model_dump_json(indent=2))
             logger.info("units:\n%s", self.core.describe())
 
@@ -175,7 +175,7 @@ class Engine(nn.Module):
 
     def _report_progress(self) -> None:
         every = self.config.steps_per_print
-        if every and self.counters.global_steps % every == 0 and self.data_group.rank == 0:
+        if every and self.counters.global_steps % every == 0:
             logger.info(
                 "step=%d, skipped=%d, lr=%s, grad_norm=%.4g",
                 self.counters.global_steps,
@@ -313,6 +313,44 @@ class Engine(nn.Module):
     def gradient_accumulation_steps(self) -> int:
         """Micro-steps per optimiser step."""
         return self.config.batch.accumulation
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples of one optimiser step by changing the accumulation.
+
+        Args:
+            train_batch_size: A multiple of micro-batch size times ranks.
+
+        Raises:
+            ConfigError: It is no such multiple.
+        """
+        micro = self.train_micro_batch_size_per_gpu()
+        self._resize(resolve_batch_sizes(train_batch_size, micro, None, self.data_group.size))
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the samples of one forward pass; accumulation stays, the total follows.
+
+        Args:
+            micro_batch_size: Samples, at least 1.
+
+        Raises:
+            ConfigError: It is not positive.
+        """
+        steps = self.gradient_accumulation_steps()
+        self._resize(resolve_batch_sizes(None, micro_batch_size, steps, self.data_group.size))
+
+    def _resize(self, sizes: BatchSizes) -> None:
+        self.config = self.config.model_copy(
+            update={
+                "train_batch_size": sizes.train,
+                "train_micro_batch_size_per_gpu": sizes.micro,
+                "gradient_accumulation_steps": sizes.accumulation,
+            }
+        )
+        self.core.gradients.set_accumulation(sizes.accumulation)
+        # A new window begins, whatever was left of the old one.
+        self.counters.micro_steps = self.counters.global_steps * sizes.accumulation
+        self.core.gradients.clear()
+        self._prepare()
 
     # ---- data --------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ stage and number of ranks loads what any other saved.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from torch import Tensor
 from ds_comm.collectives import broadcast_object, gather_objects
 from ds_comm.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from ds_comm.group import Group
+from ds_comm.logging import get_logger
 from ds_zero.checkpoint import (
     BUFFER,
     PARAM,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["load_engine", "save_engine"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 

@@ -491,3 +491,39 @@ def _adam_modes(decoupled: bool, correction: bool) -> None:
 def test_adam_equals_its_formula(ranks: Ranks, decoupled: bool, correction: bool) -> None:
     """Type "Adam" decays decoupled unless ``adam_w_mode`` is false."""
     ranks(2, _adam_modes, decoupled, correction)
+
+
+# ---- batch verbs -------------------------------------------------------------------------------
+
+
+def _batch_verbs() -> None:
+    engine = _engine(2, gradient_accumulation_steps=3)
+    assert engine.get_batch_info() == (12, 2, 3)
+    boundaries = []
+    for _ in range(4):
+        engine.backward(engine(_inputs()[_rank()]).square().mean())
+        boundaries.append(engine.is_gradient_accumulation_boundary())
+        engine.step()
+    assert boundaries == [False, False, True, False]
+    assert (engine.micro_steps, engine.global_steps, engine.global_samples) == (4, 1, 12)
+    engine.set_train_batch_size(4)
+    assert engine.get_batch_info() == (4, 2, 1)
+    before = _state(engine)
+    engine.backward(engine(_inputs()[_rank()]).square().mean())
+    engine.step()
+    assert engine.was_step_applied() and (engine.global_steps, engine.global_samples) == (2, 16)
+    # The gradient is that of the new window alone.
+    model = _lin()
+    for param, value in zip(model.parameters(), before, strict=True):
+        param.data.copy_(value)
+    (sum(model(x).square().mean() for x in _inputs()[:2]) / 2).backward()
+    _same(_state(engine), [(p - 0.1 * p.grad).detach() for p in model.parameters()])
+    engine.set_train_micro_batch_size(5)
+    assert engine.get_batch_info() == (10, 5, 1)
+    with pytest.raises(ConfigError, match="5"):
+        engine.set_train_batch_size(12)
+
+
+def test_counters_and_batch_verbs(ranks: Ranks) -> None:
+    """Boundaries, counters, and changing the window."""
+    ranks(2, _batch_verbs)

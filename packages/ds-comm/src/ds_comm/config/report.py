@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import enum
-import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ds_comm.errors import ConfigError
+from ds_comm.logging import get_logger
 
 __all__ = ["ConfigReportError", "Problem", "ProblemKind", "Report", "join_path"]
 
-_LOG = logging.getLogger(__name__)
+_LOG = get_logger(__name__)
 
 
 def join_path(path: str, key: str) -> str:

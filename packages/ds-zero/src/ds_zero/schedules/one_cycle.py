@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ds_comm.logging import get_logger
 from ds_zero.schedules.base import HasParamGroups, LRSchedule
 from ds_zero.schedules.checks import Problems
 from ds_zero.schedules.factors import inverse_time_decay, one_cycle_scale
 
 __all__ = ["OneCycle"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 Rates = float | Sequence[float]
 
