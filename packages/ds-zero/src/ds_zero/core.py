@@ -24,7 +24,7 @@ from ds_zero.gradients import GradientFlow, RunGradients
 from ds_zero.guards import guard_state_dicts
 from ds_zero.layout import ModelLayout, ParamSpec
 from ds_zero.optim.base import OptimizedRun, ShardOptimizer
-from ds_zero.registry import forget, register
+from ds_zero.registry import core_of, forget, register
 from ds_zero.residency import Residency
 from ds_zero.stages import STAGES
 from ds_zero.trace import Trace
@@ -97,6 +97,12 @@ class ZeroCore:
         self.collectives = collectives
         self.stage = STAGES[options.stage]
         self.params, self.aliases = param_names(model)
+        owned = [name for name, param in self.params.items() if core_of(param) is not None]
+        if owned:
+            raise EngineError(
+                f"{owned[0]!r} and {len(owned) - 1} more parameters belong to another engine; call "
+                "its destroy() first"
+            )
         self.trace = Trace()
         specs = _describe(self.params, groups, options.compute_dtype)
         plans = plan_units(model, specs, options.rules)
@@ -125,7 +131,7 @@ class ZeroCore:
             accumulation_dtype=options.accumulation_dtype,
             wire_dtype=options.wire_dtype,
         )
-        self.tracker = Tracker(model, self.units, self.residency, self.gradients)
+        self.tracker = Tracker(model, self.units, self.residency, self.gradients, self)
         released = {id(p): u for u in self.units if u.releasable for p in u.params}
         self._guards = guard_state_dicts(model, released)
         self._versions: dict[int, int] = {}

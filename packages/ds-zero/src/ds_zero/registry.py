@@ -1,7 +1,12 @@
-"""Which core owns a parameter, without attaching anything to the parameter."""
+"""Which core owns a parameter, without attaching anything to the parameter.
+
+The notes are weak on both sides: a core lives as long as its engine or its model, whose hooks
+refer to it.
+"""
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -18,7 +23,7 @@ _OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def register(core: ZeroCore, params: list[nn.Parameter]) -> None:
     """Note that ``core`` owns ``params``."""
     for param in params:
-        _OWNERS[param] = core
+        _OWNERS[param] = weakref.ref(core)
 
 
 def forget(params: list[nn.Parameter]) -> None:
@@ -29,5 +34,5 @@ def forget(params: list[nn.Parameter]) -> None:
 
 def core_of(param: nn.Parameter) -> ZeroCore | None:
     """Return the core that owns ``param``, or None."""
-    found: ZeroCore | None = _OWNERS.get(param)
-    return found
+    found: weakref.ref[ZeroCore] | None = _OWNERS.get(param)
+    return found() if found is not None else None

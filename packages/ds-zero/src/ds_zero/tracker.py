@@ -47,8 +47,18 @@ class Tracker:
         units: Sequence[Unit],
         residency: Residency,
         gradients: GradientFlow,
+        owner: object,
     ) -> None:
-        """Install hooks on ``model``; :meth:`remove` takes them off again."""
+        """Install hooks on ``model``; :meth:`remove` takes them off again.
+
+        Args:
+            model: The module tree.
+            units: In layout order.
+            residency: Gathers and releases them.
+            gradients: Takes gradients in and reduces them.
+            owner: Kept alive as long as the model has the hooks.
+        """
+        self._owner = owner
         self._units = units
         self._residency = residency
         self._gradients = gradients
@@ -85,8 +95,10 @@ class Tracker:
         )
         releasable = {id(p): unit for unit in self._units if unit.releasable for p in unit.params}
         self._stop_watching = watch_reads(model, releasable, self._lend)
+        # A parameter's hooks are out of the garbage collector's sight, so they refer weakly.
+        take_grad = _TakeGrad(weakref.ref(self))
         for param in self._gradients.trainable_params():
-            self._handles.append(param.register_post_accumulate_grad_hook(self._take_grad))
+            self._handles.append(param.register_post_accumulate_grad_hook(take_grad))
 
     def remove(self) -> None:
         """Take every hook off the model."""
@@ -212,7 +224,8 @@ class Tracker:
             if not self._hold_all:
                 self._residency.release(other)
 
-    def _take_grad(self, param: nn.Parameter) -> None:
+    def take_grad(self, param: nn.Parameter) -> None:
+        """Move the gradient that autograd has just finished into the unit's buffer."""
         grad = param.grad
         if grad is not None:
             self._arm()
@@ -274,6 +287,18 @@ class _Call:
             self._counted = True
             self._unit.calls_pending -= 1
         tracker.open(self._unit, needs_values=self._needs_values)
+
+
+class _TakeGrad:
+    """The hook of every trainable parameter."""
+
+    def __init__(self, tracker: weakref.ref[Tracker]) -> None:
+        self._tracker = tracker
+
+    def __call__(self, param: nn.Parameter) -> None:
+        tracker = self._tracker()
+        if tracker is not None:
+            tracker.take_grad(param)
 
 
 class _Ended:

@@ -527,3 +527,41 @@ def _batch_verbs() -> None:
 def test_counters_and_batch_verbs(ranks: Ranks) -> None:
     """Boundaries, counters, and changing the window."""
     ranks(2, _batch_verbs)
+
+
+# ---- lifetime ----------------------------------------------------------------------------------
+
+
+def _lifetime(stage: int) -> None:
+    import gc
+    import weakref
+
+    model = _lin()
+    engine = _engine(stage, model)
+    core = weakref.ref(engine.core)
+    del engine
+    gc.collect()
+    # The model is still sharded, and still knows by whom.
+    with ds_zero.GatheredParameters(model.parameters()):
+        assert torch.equal(model[0].weight, _lin()[0].weight)
+    del model
+    gc.collect()
+    assert core() is None
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_engines_are_freed_with_their_model(ranks: Ranks, stage: int) -> None:
+    """Nothing global keeps them; a model without its engine can still be gathered."""
+    ranks(2, _lifetime, stage)
+
+
+def _same_model_twice() -> None:
+    model = _lin()
+    _engine(1, model)
+    with pytest.raises(EngineError, match="another engine"):
+        _engine(1, model)
+
+
+def test_a_model_has_one_engine(ranks: Ranks) -> None:
+    """A second one on the same parameters is refused."""
+    ranks(1, _same_model_twice)
