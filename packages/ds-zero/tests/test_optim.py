@@ -1,0 +1,544 @@
+"""Optimisers on shards against ``torch.optim`` on whole parameters, in one process.
+
+A cut into N shards is played by N optimisers, each with the masters of its shard.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ds_comm.errors import CheckpointError, ConfigError, EngineError
+from ds_zero.config.optim import OptimizerSection
+from ds_zero.flat import build_units
+from ds_zero.layout import ModelLayout, ParamSpec
+from ds_zero.optim import (
+    FlatAdam,
+    FlatSGD,
+    OptimizedRun,
+    ShardOptimizer,
+    TorchAdapter,
+    attach_optimizer,
+    optimizer_from_config,
+)
+from ds_zero.optim.table import ELEMENT_WISE, NOT_YET
+from ds_zero.stages import STAGES
+from ds_zero.units import UnitRules, param_names, plan_units
+
+Groups = list[dict[str, Any]]
+Make = Callable[[Any], torch.optim.Optimizer]
+
+SHAPES = {"a": (7, 5), "b": (40,), "c": (), "d": (0, 3), "e": (3, 11), "f": (64,), "g": (5,)}
+FROZEN = "b"
+IDLE = "e"
+"""Gets a gradient only in every third step, see ``_grads``."""
+NEVER = "g"
+"""Never gets one."""
+
+
+def _model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    model = nn.Module()
+    torch.manual_seed(4)
+    for name, shape in SHAPES.items():
+        model.register_parameter(name, nn.Parameter(torch.randn(shape).to(dtype)))
+    model.get_parameter(FROZEN).requires_grad_(False)
+    return model
+
+
+def _groups(model: nn.Module) -> Groups:
+    """Two groups that interleave in the model's order."""
+    members = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    return [
+        {"params": [p for n, p in members if n not in "af"], "weight_decay": 0.0},
+        {"params": [p for n, p in members if n in "af"], "lr": 0.03, "weight_decay": 0.2},
+    ]
+
+
+def _grads(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    found = {n: torch.randn(s, generator=generator) for n, s in SHAPES.items() if n != FROZEN}
+    del found[NEVER]
+    if step % 3 != 1:
+        del found[IDLE]
+    return found
+
+
+class Shards:
+    """``num_shards`` optimisers that together update one model, as ranks at ``stage`` would."""
+
+    def __init__(
+        self, make: Make, num_shards: int, stage: int, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.optimizers: list[ShardOptimizer] = []
+        self.runs: list[tuple[OptimizedRun, ...]] = []
+        self.models: list[nn.Module] = []
+        for shard in range(num_shards):
+            model = _model(dtype)
+            optimizer = make(_groups(model))
+            runs = _runs(model, optimizer.param_groups, num_shards, stage, shard)
+            self.models.append(model)
+            self.runs.append(runs)
+            self.optimizers.append(
+                attach_optimizer(optimizer, runs, sharded=stage > 0, allow_untested=False)
+            )
+
+    def update(self, step: int) -> None:
+        """Hand every shard its part of the gradients."""
+        grads = _grads(step)
+        for runs, optimizer in zip(self.runs, self.optimizers, strict=True):
+            flats, masks = [], []
+            for run in runs:
+                flat = torch.zeros(run.run.layout.numel)
+                for slot in run.run.layout.slots:
+                    if slot.spec.name in grads:
+                        flat[slot.start : slot.stop] = grads[slot.spec.name].reshape(-1)
+                flats.append(flat[slice(*run.run.master_range)].clone())
+                masks.append(torch.tensor([s.spec.name in grads for s in run.run.layout.slots]))
+            optimizer.update(flats, masks)
+
+    def values(self) -> dict[str, Tensor]:
+        """Whole parameters, put together from the masters of all shards."""
+        found = {n: torch.full(s, torch.nan) for n, s in SHAPES.items() if n != FROZEN}
+        for runs in self.runs:
+            for run in runs:
+                for piece in run.pieces():
+                    part = run.master[piece.shard_start : piece.shard_start + piece.numel]
+                    whole = found[piece.spec.name].view(-1)
+                    whole[piece.param_start : piece.param_start + piece.numel] = part
+        return found
+
+    def set_lr(self, index: int, lr: float) -> None:
+        for optimizer in self.optimizers:
+            optimizer.optimizer.param_groups[index]["lr"] = lr
+
+
+def _runs(
+    model: nn.Module, groups: Sequence[Mapping[str, Any]], num_shards: int, stage: int, shard: int
+) -> tuple[OptimizedRun, ...]:
+    group_of = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
+    params, _ = param_names(model)
+    specs = {
+        id(p): ParamSpec(name, tuple(p.shape), p.dtype, id(p) in group_of, group_of.get(id(p), 0))
+        for name, p in params.items()
+    }
+    plans = plan_units(model, specs, UnitRules(persistence_numel=20))
+    layout = ModelLayout.build([plan.spec for plan in plans], num_shards)
+    units = build_units(layout, plans, params, STAGES[stage], shard, lambda tensor: None)
+    return tuple(OptimizedRun(run) for u in units for run in u.runs if run.layout.trainable)
+
+
+class Plain:
+    """The same with ``torch.optim`` on whole parameters."""
+
+    def __init__(self, make: Make, dtype: torch.dtype = torch.float32) -> None:
+        self.model = _model(dtype)
+        self.optimizer = make(_groups(self.model))
+
+    def update(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        for name, grad in _grads(step).items():
+            param = self.model.get_parameter(name)
+            param.grad = grad.to(param.dtype)
+        self.optimizer.step()
+
+    def values(self) -> dict[str, Tensor]:
+        return {n: p.detach() for n, p in self.model.named_parameters() if n != FROZEN}
+
+
+def _same(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], tolerance: float = 1e-6) -> None:
+    assert got.keys() == wanted.keys()
+    for name, value in got.items():
+        torch.testing.assert_close(
+            value.to(wanted[name].dtype), wanted[name], rtol=tolerance, atol=tolerance, msg=name
+        )
+
+
+PAIRS: list[tuple[str, Make, Make]] = [
+    (
+        "adamw",
+        lambda g: FlatAdam(g, lr=0.1, weight_decay=0.1),
+        lambda g: torch.optim.AdamW(g, lr=0.1),
+    ),
+    (
+        "adam",
+        lambda g: FlatAdam(g, lr=0.1, betas=(0.7, 0.9), eps=1e-3, adam_w_mode=False),
+        lambda g: torch.optim.Adam(g, lr=0.1, betas=(0.7, 0.9), eps=1e-3),
+    ),
+    ("sgd", lambda g: FlatSGD(g, lr=0.1), lambda g: torch.optim.SGD(g, lr=0.1)),
+    (
+        "momentum",
+        lambda g: FlatSGD(g, lr=0.1, momentum=0.9, dampening=0.3),
+        lambda g: torch.optim.SGD(g, lr=0.1, momentum=0.9, dampening=0.3),
+    ),
+    (
+        "nesterov",
+        lambda g: FlatSGD(g, lr=0.1, momentum=0.8, nesterov=True),
+        lambda g: torch.optim.SGD(g, lr=0.1, momentum=0.8, nesterov=True),
+    ),
+]
+CUTS = [(1, 0), (1, 1), (1, 3), (2, 1), (3, 3), (5, 2)]
+
+
+@pytest.mark.parametrize(("num_shards", "stage"), CUTS)
+@pytest.mark.parametrize(("name", "ours", "torchs"), PAIRS, ids=[p[0] for p in PAIRS])
+def test_flat_segments_equal_torch(
+    name: str, ours: Make, torchs: Make, num_shards: int, stage: int
+) -> None:
+    """Groups, frozen, late and unused parameters, a changed rate; for every cut."""
+    shards, plain = Shards(ours, num_shards, stage), Plain(torchs)
+    for step in range(7):
+        if step == 4:
+            shards.set_lr(0, 0.01)
+            plain.optimizer.param_groups[0]["lr"] = 0.01
+        shards.update(step)
+        plain.update(step)
+        _same(shards.values(), plain.values())
+    # Steps 1 and 4 had a gradient of the late parameter; nobody ever had one of NEVER.
+    counts: dict[str, float] = {}
+    for optimizer in shards.optimizers:
+        counts.update({key: value["step"] for key, value in optimizer.scalars().items()})
+    assert counts == {"a": 7, "c": 7, "f": 7, IDLE: 2}
+    untouched = _model().get_parameter(NEVER)
+    assert torch.equal(shards.values()[NEVER], untouched.detach())
+
+
+@pytest.mark.parametrize("name", ["adamw", "momentum"])
+def test_bits_do_not_depend_on_the_cut(name: str) -> None:
+    """No element is updated by a kernel's scalar tail in one cut and its vector body in another."""
+    ours = next(pair[1] for pair in PAIRS if pair[0] == name)
+    results = []
+    for num_shards, stage in CUTS:
+        shards = Shards(ours, num_shards, stage)
+        for step in range(5):
+            shards.update(step)
+        results.append(shards.values())
+    for found in results[1:]:
+        assert all(torch.equal(found[key], results[0][key]) for key in found)
+
+
+def test_padding_stays_zero() -> None:
+    """Decay, momentum and eps leave no trace between the slots."""
+    shards = Shards(lambda g: FlatAdam(g, lr=0.1), 3, 3)
+    for step in range(3):
+        shards.update(step)
+    for runs in shards.runs:
+        for run in runs:
+            mask = torch.ones(run.master.numel(), dtype=torch.bool)
+            for piece in run.pieces():
+                mask[piece.shard_start : piece.shard_start + piece.numel] = False
+            assert not run.master[mask].any()
+
+
+@pytest.mark.parametrize(("num_shards", "stage"), [(1, 0), (2, 1), (3, 3)])
+def test_float64_parameters(num_shards: int, stage: int) -> None:
+    """Slots of fp64 runs start at multiples of 8 elements: no neighbour may be updated twice."""
+    shards = Shards(lambda g: FlatSGD(g, lr=0.1), num_shards, stage, torch.float64)
+    plain = Plain(lambda g: torch.optim.SGD(g, lr=0.1), torch.float64)
+    for step in range(3):
+        shards.update(step)
+        plain.update(step)
+    _same(shards.values(), plain.values(), 1e-5)
+
+
+def test_momentum_that_a_schedule_switches_on() -> None:
+    """OneCycle writes ``group["momentum"]``: torch's SGD takes it up at once."""
+    shards = Shards(lambda g: FlatSGD(g, lr=0.1), 2, 1)
+    plain = Plain(lambda g: torch.optim.SGD(g, lr=0.1))
+    for step in range(4):
+        if step == 1:
+            for optimizer in (*(s.optimizer for s in shards.optimizers), plain.optimizer):
+                for group in optimizer.param_groups:
+                    group["momentum"] = 0.9
+        shards.update(step)
+        plain.update(step)
+    _same(shards.values(), plain.values())
+
+
+def test_a_run_without_gradients() -> None:
+    """``None`` instead of a gradient: nothing moves and no step is counted."""
+    shards = Shards(lambda g: FlatAdam(g, lr=0.1), 1, 0)
+    before = {k: v.clone() for k, v in shards.values().items()}
+    runs = shards.runs[0]
+    masks = [torch.zeros(len(run.run.layout.slots), dtype=torch.bool) for run in runs]
+    shards.optimizers[0].update([None for _ in runs], masks)
+    _same(shards.values(), before, 0.0)
+    assert shards.optimizers[0].scalars() == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (FlatAdam, {"lr": -1.0}),
+        (FlatAdam, {"betas": (0.9, 1.0)}),
+        (FlatAdam, {"betas": (-0.1, 0.9)}),
+        (FlatAdam, {"eps": -1e-8}),
+        (FlatAdam, {"weight_decay": -0.1}),
+        (FlatSGD, {"lr": -1.0}),
+        (FlatSGD, {"momentum": -0.5}),
+        (FlatSGD, {"weight_decay": -0.5}),
+        (FlatSGD, {"nesterov": True}),
+        (FlatSGD, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}),
+    ],
+)
+def test_values_out_of_range(kind: Any, options: dict[str, Any]) -> None:
+    """An error that says what was given."""
+    with pytest.raises(
+        ConfigError, match=str(next(iter(options.values())))[:4].replace("(", r"\(")
+    ):
+        kind([nn.Parameter(torch.zeros(3))], **options)
+
+
+# ---- torch.optim on pieces ---------------------------------------------------------------------
+
+ADAPTED: dict[str, dict[str, Any]] = {
+    "Adagrad": {"initial_accumulator_value": 0.5},
+    "Rprop": {},
+    "SGD": {"momentum": 0.9},
+    "Adam": {"amsgrad": True},
+    "RMSprop": {"centered": True, "momentum": 0.5},
+}
+
+
+def _adapted(name: str) -> Make:
+    kind = getattr(torch.optim, name)
+    takes_decay = "weight_decay" in inspect.signature(kind).parameters
+
+    def make(groups: Any) -> torch.optim.Optimizer:
+        if not takes_decay:
+            groups = [{k: v for k, v in group.items() if k != "weight_decay"} for group in groups]
+        made: torch.optim.Optimizer = kind(groups, lr=0.02, **ADAPTED.get(name, {}))
+        return made
+
+    return make
+
+
+@pytest.mark.parametrize(("num_shards", "stage"), [(1, 0), (1, 3), (3, 2)])
+@pytest.mark.parametrize("name", sorted(ELEMENT_WISE))
+def test_adapted_optimizers_equal_torch(name: str, num_shards: int, stage: int) -> None:
+    """Every class of the table, on pieces as on whole parameters, unused ones included."""
+    shards, plain = Shards(_adapted(name), num_shards, stage), Plain(_adapted(name))
+    for step in range(5):
+        shards.update(step)
+        plain.update(step)
+    _same(shards.values(), plain.values(), 1e-5)
+
+
+def test_the_adapter_guards_step_and_keeps_groups() -> None:
+    """A direct ``step()`` raises; groups list the model's parameters before and after."""
+    model = _model()
+    optimizer = torch.optim.Adam(_groups(model), lr=0.1)
+    groups = optimizer.param_groups
+    listed = [list(group["params"]) for group in groups]
+    adapter = attach_optimizer(
+        optimizer, _runs(model, groups, 1, 0, 0), sharded=False, allow_untested=False
+    )
+    assert isinstance(adapter, TorchAdapter) and adapter.optimizer is optimizer
+    with pytest.raises(EngineError, match=r"Adam\.step\(\).*engine\.step"):
+        optimizer.step()
+    for flat in (FlatAdam(_groups(model), lr=0.1), FlatSGD(_groups(model), lr=0.1)):
+        with pytest.raises(EngineError, match=r"engine\.step"):
+            flat.step()
+    assert optimizer.param_groups is groups
+    for group, params in zip(groups, listed, strict=True):
+        assert all(a is b for a, b in zip(group["params"], params, strict=True))
+
+
+class Broken(torch.optim.SGD):
+    """Fails in the middle of a step."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for hook in self._optimizer_step_pre_hooks.values():
+            hook(self, (), {})
+        raise RuntimeError("in the middle")
+
+
+def test_the_adapter_recovers_from_an_error() -> None:
+    """Groups are the user's again, pieces keep no gradient, and the guard is armed."""
+    model = _model()
+    optimizer = Broken(_groups(model), lr=0.1)
+    runs = _runs(model, optimizer.param_groups, 1, 0, 0)
+    adapter = attach_optimizer(optimizer, runs, sharded=False, allow_untested=True)
+    grads = [torch.ones_like(run.master) for run in runs]
+    masks = [torch.ones(len(run.run.layout.slots), dtype=torch.bool) for run in runs]
+    with pytest.raises(RuntimeError, match="in the middle"):
+        adapter.update(grads, masks)
+    members = {id(p) for p in model.parameters()}
+    assert all(id(p) in members for group in optimizer.param_groups for p in group["params"])
+    with pytest.raises(EngineError):
+        optimizer.step()
+
+
+# ---- checkpoints -------------------------------------------------------------------------------
+
+
+class Memory:
+    """States in memory, put together from all shards; a ``StateSource``."""
+
+    def __init__(self, optimizers: Sequence[ShardOptimizer]) -> None:
+        self.tensors: dict[tuple[str, str], Tensor] = {}
+        self.numbers: dict[str, dict[str, float]] = {}
+        self.covered: dict[tuple[str, str], int] = {}
+        for optimizer in optimizers:
+            for item in optimizer.state_ranges():
+                key = item.kind, item.name
+                numel = int(torch.tensor(SHAPES[item.name]).prod())
+                whole = self.tensors.setdefault(key, torch.full((numel,), torch.nan))
+                assert whole[item.start : item.start + item.data.numel()].isnan().all(), "twice"
+                whole[item.start : item.start + item.data.numel()] = item.data
+            self.numbers.update(copy.deepcopy(optimizer.scalars()))
+
+    def kinds(self, name: str) -> set[str]:
+        return {kind for kind, owner in self.tensors if owner == name}
+
+    def read(self, kind: str, name: str, start: int, out: Tensor) -> None:
+        out.copy_(self.tensors[kind, name][start : start + out.numel()])
+
+    def scalars(self, name: str) -> Mapping[str, float]:
+        return self.numbers.get(name, {})
+
+
+RESUMED: list[tuple[str, Make]] = [
+    ("FlatAdam", PAIRS[0][1]),
+    ("FlatSGD", PAIRS[3][1]),
+    ("FlatSGD without momentum", PAIRS[2][1]),
+    *((name, _adapted(name)) for name in sorted(ELEMENT_WISE)),
+]
+
+
+@pytest.mark.parametrize(("name", "make"), RESUMED, ids=[item[0] for item in RESUMED])
+def test_states_move_between_cuts(name: str, make: Make) -> None:
+    """Saved by 3 shards, loaded by 2, by stage 0, and by 1: training goes on as if uncut."""
+    straight = Shards(make, 3, 2)
+    for step in range(3):
+        straight.update(step)
+    source = Memory(straight.optimizers)
+    assert not any(values.isnan().any() for values in source.tensors.values())
+    values = {key: value.clone() for key, value in straight.values().items()}
+    for step in range(3, 6):
+        straight.update(step)
+    for num_shards, stage in ((2, 3), (2, 0), (1, 1)):
+        resumed = Shards(make, num_shards, stage)
+        resumed.update(9)  # what it did before the load must not matter
+        for runs in resumed.runs:
+            for run in runs:
+                for piece in run.pieces():
+                    flat = values[piece.spec.name].reshape(-1)
+                    part = flat[piece.param_start : piece.param_start + piece.numel]
+                    run.master[piece.shard_start : piece.shard_start + piece.numel] = part
+        for optimizer in resumed.optimizers:
+            optimizer.load(source)
+        for step in range(3, 6):
+            resumed.update(step)
+        _same(resumed.values(), straight.values())
+
+
+def test_ranges_of_all_shards_tile_each_state_once() -> None:
+    """Also at stage 0, where every rank has everything; nothing of unused parameters."""
+    for num_shards, stage in ((3, 0), (3, 1), (4, 3)):
+        shards = Shards(PAIRS[0][1], num_shards, stage)
+        for step in range(2):
+            shards.update(step)
+        source = Memory(shards.optimizers)
+        assert {name for _, name in source.tensors} == {"a", "c", "f", IDLE}
+        assert {kind for kind, _ in source.tensors} == {"exp_avg", "exp_avg_sq"}
+        assert not any(values.isnan().any() for values in source.tensors.values())
+
+
+class RowNorms(torch.optim.SGD):
+    """Keeps a state per row, which no cut of the parameter has."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for hook in self._optimizer_step_pre_hooks.values():
+            hook(self, (), {})
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param]["rows"] = torch.ones(3)
+
+
+def test_states_that_cannot_be_stored() -> None:
+    """An error that names state and parameter."""
+    shards = Shards(lambda g: torch.optim.SGD(g, lr=0.1), 1, 0)
+    model = _model()
+    optimizer = RowNorms(_groups(model), lr=0.1)
+    runs = _runs(model, optimizer.param_groups, 1, 0, 0)
+    shards.runs = [runs]
+    shards.optimizers = [attach_optimizer(optimizer, runs, sharded=False, allow_untested=False)]
+    shards.update(0)
+    with pytest.raises(CheckpointError, match="'rows' of"):
+        list(shards.optimizers[0].state_ranges())
+
+
+# ---- names -------------------------------------------------------------------------------------
+
+
+def _section(kind: str, **params: Any) -> OptimizerSection:
+    # Without validation: some names are refused by the schema already.
+    return OptimizerSection.model_construct(type=kind, params=params)
+
+
+def test_names_of_the_configuration() -> None:
+    """Case does not matter; ``Adam`` decays decoupled unless ``adam_w_mode`` is false."""
+    params = [nn.Parameter(torch.zeros(3))]
+    for kind, given, wanted in (
+        ("adam", {}, True),
+        ("Adam", {"adam_w_mode": False, "torch_adam": True}, False),
+        ("AdamW", {"adam_w_mode": False}, True),
+    ):
+        built = optimizer_from_config(_section(kind, **given), params)
+        assert isinstance(built, FlatAdam)
+        assert built.param_groups[0]["adam_w_mode"] is wanted
+    built = optimizer_from_config(_section("ADAM", betas=[0.5, 0.6], lr=0.25), params)
+    assert built.param_groups[0]["betas"] == (0.5, 0.6) and built.param_groups[0]["lr"] == 0.25
+    assert isinstance(optimizer_from_config(_section("sgd", lr=0.1), params), FlatSGD)
+    assert type(optimizer_from_config(_section("rmsprop"), params)) is torch.optim.RMSprop
+    assert type(optimizer_from_config(_section("RAdam", lr=0.1), params)) is torch.optim.RAdam
+
+
+@pytest.mark.parametrize("name", sorted(NOT_YET))
+def test_names_that_are_not_there_yet(name: str) -> None:
+    """Each names an alternative that exists."""
+    with pytest.raises(ConfigError, match="not available yet.*'(AdamW|Adam|SGD)'"):
+        optimizer_from_config(_section(name), [nn.Parameter(torch.zeros(3))])
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "match"),
+    [
+        ("AdamX", {}, "unknown; did you mean 'Adam"),
+        ("Optimizer", {}, "unknown"),
+        ("lr_scheduler", {}, "unknown"),
+        ("SGD", {"momentun": 0.9}, "did you mean 'momentum'"),
+        ("Adam", {"params": []}, "'params'"),
+        ("RMSprop", {"lr": -1}, "Invalid learning rate"),
+        ("Adam", {"betas": [0.9]}, "betas"),
+        ("Adam", {"betas": 0.9}, "betas"),
+        ("Adam", {"lr": "fast"}, "lr"),
+    ],
+)
+def test_wrong_names_and_values(kind: str, params: dict[str, Any], match: str) -> None:
+    """Always a ConfigError that names the optimiser or the value."""
+    with pytest.raises(ConfigError, match=match):
+        section = OptimizerSection.model_construct(type=kind, params=params)
+        optimizer_from_config(section, [nn.Parameter(torch.zeros(3))])
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Muon", "LBFGS", "SparseAdam"])
+def test_whole_parameter_algorithms_are_refused_when_sharded(name: str) -> None:
+    """Also with ``zero_allow_untested_optimizer``; LBFGS at every stage."""
+    kind = getattr(torch.optim, name, None)
+    if kind is None:
+        pytest.skip(f"this torch has no {name}")
+    optimizer = kind([nn.Parameter(torch.zeros(3, 3))])
+    with pytest.raises(ConfigError, match=name):
+        attach_optimizer(optimizer, (), sharded=True, allow_untested=True)
+    if name == "LBFGS":
+        with pytest.raises(ConfigError, match=name):
+            attach_optimizer(optimizer, (), sharded=False, allow_untested=True)
