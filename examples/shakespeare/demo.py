@@ -176,7 +176,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="demo.py", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--steps", type=_positive, default=300, help="optimizer steps in all")
+    parser.add_argument("--steps", type=_positive, default=360, help="optimizer steps in all")
     parser.add_argument("--ranks", type=_positive, default=2, help="ranks of the first part")
     parser.add_argument(
         "--resume-ranks", type=_positive, default=3, help="ranks of the second part"

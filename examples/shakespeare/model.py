@@ -31,7 +31,7 @@ class ModelConfig:
     num_symbols: int
     context: int = 64
     channels: int = 128
-    layers: int = 3
+    layers: int = 2
     heads: int = 4
 
     def as_dict(self) -> dict[str, Any]:
