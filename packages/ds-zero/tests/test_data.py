@@ -15,13 +15,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from ds_comm.errors import CheckpointError, ConfigError, EngineError
-from ds_zero.data import (
-    DistributedLoader,
-    RankBatches,
-    RepeatingLoader,
-    epoch_order,
-    num_micro_batches,
-)
+from ds_zero.data import DistributedLoader, RepeatingLoader
+from ds_zero.sampling import RankBatches, epoch_order, num_micro_batches
 
 sizes = st.integers(0, 70)
 worlds = st.integers(1, 7)
