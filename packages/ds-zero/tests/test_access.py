@@ -17,7 +17,7 @@ from ds_zero.layout import UnitLayout
 
 def _unit(presence: Presence = Presence.RELEASED) -> Unit:
     layout = UnitLayout("unit", False, ())
-    return Unit(0, layout, (), (), releasable=True, enclosing=False, presence=presence)
+    return Unit(0, layout, (), (), releasable=True, presence=presence)
 
 
 class Log:

@@ -99,20 +99,6 @@ def test_reduce_equals_a_float64_sum(ranks: Ranks, world: int, algorithm: str) -
     ranks(world, _reduces, algorithm)
 
 
-def _native_in_16_bits() -> None:
-    served = _served("native")
-    numel = 64 * served.group.size
-    out = torch.empty(64)
-    served.reduce(_values(served.group.rank, numel, torch.bfloat16), out, "bf16").wait()
-    exact = _own(_exact_sum(served.group.size, numel, torch.bfloat16), served.group)
-    torch.testing.assert_close(out.double(), exact, rtol=1e-6, atol=1e-6)
-
-
-def test_native_sums_16_bit_inputs_in_fp32(ranks: Ranks) -> None:
-    """The contract of ``Collectives.reduce``, which no backend's own 16-bit sum keeps."""
-    ranks(3, _native_in_16_bits)
-
-
 def _doubles() -> None:
     served = _served("pairwise")
     world, rank = served.group.size, served.group.rank

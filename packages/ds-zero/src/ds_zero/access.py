@@ -46,6 +46,19 @@ class ParameterTable(dict[str, nn.Parameter | None]):
         Raises:
             EngineError: A parameter is released, so the copy would hold NaN.
         """
+        self._refuse_released()
+        return {name: copy.deepcopy(param, memo) for name, param in self.items()}
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, nn.Parameter | None]]]:
+        """Pickle as a plain dictionary: a stored module has no engine.
+
+        Raises:
+            EngineError: A parameter is released, so the pickle would hold NaN.
+        """
+        self._refuse_released()
+        return (dict, (dict(self.items()),))
+
+    def _refuse_released(self) -> None:
         for name, param in self.items():
             unit = self._units.get(id(param))
             if unit is not None and unit.presence is not Presence.PRESENT:
@@ -53,11 +66,6 @@ class ParameterTable(dict[str, nn.Parameter | None]):
                     f"cannot copy {name!r}: it is sharded over the ranks. Copy the model inside "
                     "`with ds_zero.GatheredParameters(model.parameters()):`."
                 )
-        return {name: copy.deepcopy(param, memo) for name, param in self.items()}
-
-    def __reduce__(self) -> tuple[type, tuple[dict[str, nn.Parameter | None]]]:
-        """Pickle as a plain dictionary: a stored module has no engine."""
-        return (dict, (dict(self.items()),))
 
 
 def watch_reads(model: nn.Module, units: Mapping[int, Unit], report: OnRead) -> Callable[[], None]:

@@ -98,10 +98,10 @@ def squared_norm(values: Tensor | None) -> float:
     if values is None:
         return 0.0
     if not values.is_cpu:
-        return float(torch.linalg.vector_norm(values.float()).double().square())
+        return float(torch.linalg.vector_norm(values, dtype=torch.float32).double().square())
     total = 0.0
     for chunk in values.split(_NORM_CHUNK_NUMEL):
-        wide = chunk if chunk.dtype == torch.float32 else chunk.float()
+        wide = chunk.float() if chunk.dtype.itemsize < 4 else chunk
         total += float(torch.dot(wide, wide))
     return total
 
@@ -110,7 +110,7 @@ def _check(rows: Tensor, collectives: Collectives, trace: Trace, unit_names: Seq
     digests = rows[:, 8:16]
     if bool((digests == digests[0]).all()):
         return
-    traces = gather_objects(trace.events, collectives.group)
+    traces = gather_objects(list(trace.events), collectives.group)
     raise DivergenceError(
         "ranks ran different collectives in this step, so no update was applied; "
         + first_difference(traces, unit_names)

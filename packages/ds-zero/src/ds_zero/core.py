@@ -117,10 +117,7 @@ class ZeroCore:
             lambda tensor: collectives.broadcast(tensor, 0),
         )
         for buffer in model.buffers():
-            if buffer.numel():
-                whole = buffer.contiguous()
-                collectives.broadcast(whole, 0)
-                buffer.copy_(whole)
+            _broadcast_buffer(buffer, collectives)
         self.residency = Residency(self.units, collectives, self.trace, prefetch=options.prefetch)
         self.gradients = GradientFlow(
             self.units,
@@ -135,6 +132,12 @@ class ZeroCore:
         released = {id(p): u for u in self.units if u.releasable for p in u.params}
         self._guards = guard_state_dicts(model, released)
         self._versions: dict[int, int] = {}
+        self._members = [
+            (f"{prefix}.{name}" if prefix else name, module, name, param)
+            for prefix, module in model.named_modules()
+            for name, param in module._parameters.items()
+            if param is not None
+        ]
         self._note_versions()
         register(self, list(self.params.values()))
         self.optimizer: ShardOptimizer | None = None
@@ -247,6 +250,13 @@ class ZeroCore:
         self._versions = {id(param): param._version for _, param in self._kept_copies()}
 
     def _check_edits(self) -> None:
+        for full, module, name, param in self._members:
+            if module._parameters.get(name) is not param:
+                raise EditError(
+                    f"parameter {full!r} was replaced by another object after initialize(), which "
+                    "would never be trained. Change its values inside GatheredParameters, or "
+                    "build a new engine after engine.destroy()."
+                )
         for unit in self.units:
             for run in unit.runs:
                 if unit.presence is Presence.PRESENT:
@@ -311,13 +321,29 @@ class ZeroCore:
         forget(list(self.params.values()))
 
 
+def _broadcast_buffer(buffer: Tensor, collectives: Collectives) -> None:
+    """Set a buffer of any dtype and strides to rank 0's values."""
+    if not buffer.numel():
+        return
+    whole = buffer.detach().clone(memory_format=torch.contiguous_format)
+    collectives.broadcast(whole.view(-1).view(torch.uint8), 0)
+    if not torch.equal(whole, buffer):
+        # An expanded buffer cannot be written to; its values become a tensor of their own.
+        overlapping = any(
+            s == 0 and n > 1 for s, n in zip(buffer.stride(), buffer.shape, strict=True)
+        )
+        if overlapping:
+            buffer.data = whole
+        else:
+            buffer.copy_(whole)
+
+
 def _gradient(gradients: RunGradients, factor: float) -> Tensor | None:
     """The fp32 gradient of a run's master range, scaled down by ``factor`` where it is below 1."""
     reduced = gradients.reduced
     if reduced is None or not gradients.has_reduced:
         return None
-    if reduced.dtype != torch.float32:
-        reduced = reduced.float()
+    reduced = reduced.to(gradients.run.master.dtype)
     return reduced.mul_(factor) if factor < 1.0 else reduced
 
 

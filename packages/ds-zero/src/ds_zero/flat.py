@@ -15,7 +15,7 @@ error instead of being lost.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -54,8 +54,10 @@ class FlatRun:
     buffer: FlatBuffer
     views: tuple[Tensor, ...]
     """Each parameter's range of the flat buffer, in its shape."""
-    placeholders: Tensor
+    marks: Tensor
     """One NaN a parameter; see [Note: placeholder]."""
+    placeholders: tuple[Tensor, ...]
+    """Each parameter's NaN, expanded to its shape."""
     master: Tensor
     """1-D; see [Note: master]."""
     master_range: tuple[int, int]
@@ -102,8 +104,8 @@ class FlatRun:
 
     def hide(self) -> None:
         """Point every parameter at its placeholder."""
-        for index, param in enumerate(self.params):
-            param.data = self.placeholders[index].expand(param.shape)
+        for param, placeholder in zip(self.params, self.placeholders, strict=True):
+            param.data = placeholder
 
     def check_hidden(self) -> None:
         """Raise unless every parameter still is its untouched placeholder.
@@ -115,8 +117,8 @@ class FlatRun:
             mark = self.placeholders[index]
             if param.numel() and (param.data_ptr() != mark.data_ptr() or param.dtype != mark.dtype):
                 raise EditError(_edited(self.layout.slots[index].spec.name, "replaced"))
-        if self.placeholders.is_cpu and not bool(self.placeholders.isnan().all()):
-            index = int((~self.placeholders.isnan()).nonzero()[0])
+        if self.marks.is_cpu and not bool(self.marks.isnan().all()):
+            index = int((~self.marks.isnan()).nonzero()[0])
             raise EditError(_edited(self.layout.slots[index].spec.name, "written to"))
 
     def check_exposed(self) -> None:
@@ -148,13 +150,15 @@ class Unit:
     modules: tuple[nn.Module, ...]
     releasable: bool
     """Whether it is released between uses."""
-    enclosing: bool
-    """Whether one of its modules contains modules of other units: it is in use until the end."""
     presence: Presence = Presence.PRESENT
     held: int = 0
     """How many contexts (gathered parameters, held graphs) forbid a release."""
+    calls_running: int = 0
+    """Forward calls of its modules that have not returned."""
     calls_pending: int = 0
     """Forward calls whose backward has not begun; see ``tracker``."""
+    versions: list[int] = field(default_factory=list)
+    """Version counter of each parameter when it was gathered."""
 
     @property
     def name(self) -> str:
@@ -165,6 +169,22 @@ class Unit:
     def params(self) -> list[nn.Parameter]:
         """All parameters of the unit."""
         return [param for run in self.runs for param in run.params]
+
+    def check_unedited(self) -> None:
+        """Raise if a gathered parameter was replaced or written to since the gather.
+
+        Raises:
+            EditError: The change would be lost at the release.
+        """
+        for run in self.runs:
+            run.check_exposed()
+        for param, version, name in zip(self.params, self.versions, self._names, strict=True):
+            if param._version != version:
+                raise EditError(_edited(name, "written to"))
+
+    @property
+    def _names(self) -> list[str]:
+        return [slot.spec.name for run in self.runs for slot in run.layout.slots]
 
 
 def build_units(
@@ -186,19 +206,12 @@ def build_units(
         broadcast: How rank 0's values reach the others.
     """
     units = []
-    hooked = {id(module) for plan in plans for module in plan.modules}
     for index, (unit, plan) in enumerate(zip(layout.units, plans, strict=True)):
         releasable = stage.params is Extent.SHARD and not unit.resident
         runs = tuple(
             _build_run(run, params, stage, shard, releasable, broadcast) for run in unit.runs
         )
-        enclosing = any(
-            id(child) in hooked
-            for module in plan.modules
-            for child in module.modules()
-            if child is not module
-        )
-        built = Unit(index, unit, runs, plan.modules, releasable, enclosing)
+        built = Unit(index, unit, runs, plan.modules, releasable)
         if releasable:
             for run in runs:
                 run.hide()
@@ -221,7 +234,8 @@ def _build_run(
     device = members[0].device
     buffer = flat_buffer(run.numel, run.dtype, device)
     flat = buffer.tensor
-    master_dtype = torch.float32 if run.trainable else run.dtype
+    narrow = run.dtype.is_floating_point and run.dtype.itemsize < 4
+    master_dtype = torch.float32 if run.trainable and narrow else run.dtype
     whole = (
         flat
         if master_dtype == run.dtype
@@ -237,13 +251,17 @@ def _build_run(
     master = whole[slice(*bounds)]
     if releasable or whole is not flat:
         master = _own_copy(master)
-    nans = torch.full((len(members),), float("nan") if run.dtype.is_floating_point else 0)
+    nan = float("nan") if run.dtype.is_floating_point else 0
+    marks = torch.full((len(members),), nan, dtype=run.dtype, device=device)
     result = FlatRun(
         layout=run,
         params=members,
         buffer=buffer,
         views=tuple(flat[s.start : s.stop].view(s.spec.shape) for s in run.slots),
-        placeholders=nans.to(device=device, dtype=run.dtype),
+        marks=marks,
+        placeholders=tuple(
+            mark.expand(param.shape) for mark, param in zip(marks, members, strict=True)
+        ),
         master=master,
         master_range=bounds,
         shard=shard,

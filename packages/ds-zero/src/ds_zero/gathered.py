@@ -97,7 +97,7 @@ class GatheredParameters:
         finally:
             for unit in self._units:
                 unit.held -= 1
-                core.residency.release(unit)
+                core.residency.release(unit, check=False)  # _settle has dealt with edits
             self._core = None
 
     def _settle(self, core: ZeroCore) -> None:

@@ -9,9 +9,9 @@ stages 2 and 3 reduce after every micro-step and return it to a pool.
 
 [Note: order of reductions]
 Within a backward every unit is reduced exactly once, in an order that is the same on all ranks:
-the reverse of the layout.  A unit may be launched when it was *passed* (see ``tracker``) and all
-units before it in that order are launched; the rest follows at the end of the backward.  So
-ranks that used different modules still pair the same buffers.
+the reverse of the layout, resident units last.  A unit may be launched when it was *passed* (see
+``tracker``) and all units before it in that order are launched; the rest follows at the end of
+the backward.  So ranks that used different modules still pair the same buffers.
 """
 
 from __future__ import annotations
@@ -134,10 +134,15 @@ class GradientFlow:
         self._flight: deque[tuple[RunGradients, Work]] = deque()
         trainable = [g.run for g in self.all_runs()]
         device = trainable[0].flat.device if trainable else torch.device("cpu")
-        self._pool = BufferPool(device, 4 * max((r.layout.numel for r in trainable), default=0))
+        largest = max(
+            (r.layout.numel * max(4, r.layout.dtype.itemsize) for r in trainable), default=0
+        )
+        self._pool = BufferPool(device, largest)
         self._factor = torch.ones(1, dtype=torch.float32, device=device)
         self.set_accumulation(accumulation)
-        self._queue = [index for index in reversed(range(len(units))) if self.by_unit[index]]
+        # Resident units have no module that could pass them: they come last.
+        order = sorted(reversed(range(len(units))), key=lambda i: units[i].layout.resident)
+        self._queue = [index for index in order if self.by_unit[index]]
         self._next = 0
         self._ready: set[int] = set()
 
@@ -203,12 +208,15 @@ class GradientFlow:
         return gradients.local
 
     def _local_dtype(self, gradients: RunGradients) -> torch.dtype:
-        return self._accumulation_dtype if self.accumulating else gradients.run.layout.dtype
+        dtype = gradients.run.layout.dtype
+        if not self.accumulating or dtype == torch.float64:
+            return dtype
+        return self._accumulation_dtype
 
     def _stash(self, gradients: RunGradients) -> None:
         """Stage 0: put reduced values aside before their buffer takes local ones again."""
         if self._stage.optimizer is Extent.FULL and gradients.reduced is not None:
-            gradients.carry = gradients.reduced.float().clone()
+            gradients.carry = gradients.reduced.to(gradients.run.master.dtype, copy=True)
             gradients.has_reduced = False
 
     # ---- reduction ---------------------------------------------------------------------------
@@ -269,7 +277,9 @@ class GradientFlow:
     def _shard(self, gradients: RunGradients) -> Tensor:
         if gradients.reduced is None:
             gradients.reduced = flat_buffer(
-                gradients.run.layout.shard_numel, torch.float32, gradients.run.flat.device
+                gradients.run.layout.shard_numel,
+                gradients.run.master.dtype,
+                gradients.run.flat.device,
             ).tensor
         return gradients.reduced
 
@@ -302,9 +312,14 @@ class GradientFlow:
 
     # ---- around the step ---------------------------------------------------------------------
 
+    @property
+    def exposes_grads(self) -> bool:
+        """Whether ``param.grad`` shows reduced gradients: where every rank has them whole."""
+        return self._stage.optimizer is Extent.FULL
+
     def expose_grads(self) -> None:
         """Stage 0: let ``param.grad`` show the reduced gradient, as a view where dtypes agree."""
-        if self._stage.optimizer is Extent.SHARD:
+        if not self.exposes_grads:
             return
         for gradients in self.all_runs():
             if gradients.reduced is None or not gradients.has_reduced:

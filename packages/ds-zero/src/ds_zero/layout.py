@@ -23,7 +23,8 @@ import torch
 
 __all__ = ["ModelLayout", "ParamSpec", "Piece", "Run", "Slot", "UnitLayout", "UnitSpec"]
 
-ALIGNMENT_BYTES = 64
+VECTOR_NUMEL = 16
+"""Slots also start at multiples of this many elements: 64 bytes of an fp32 master."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ def _place(unit: UnitSpec, num_shards: int) -> Iterator[Run]:
         kinds.setdefault((spec.dtype, spec.trainable), []).append(spec)
     for (dtype, trainable), specs in kinds.items():
         ordered = sorted(specs, key=lambda spec: spec.group)
-        slots, numel = _pack(ordered, max(1, ALIGNMENT_BYTES // dtype.itemsize), num_shards)
+        slots, numel = _pack(ordered, max(VECTOR_NUMEL, 64 // dtype.itemsize), num_shards)
         suffix = "" if len(kinds) == 1 else f"[{_short(dtype)}{'' if trainable else ', frozen'}]"
         yield Run(unit.name + suffix, dtype, trainable, slots, numel, num_shards)
 

@@ -18,7 +18,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ds_comm.logging import get_logger, log_once
+
 __all__ = ["FlatBuffer", "flat_buffer"]
+
+logger = get_logger(__name__)
 
 _HUGE_PAGE_BYTES = 2 << 20
 
@@ -65,7 +69,10 @@ class MappedBuffer:
         address = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
         self._offset = -address % unit if huge else 0
         if huge:
-            self._map.madvise(mmap.MADV_HUGEPAGE, self._offset, self._length)
+            try:
+                self._map.madvise(mmap.MADV_HUGEPAGE, self._offset, self._length)
+            except OSError as error:  # a kernel without transparent huge pages
+                log_once(logger, "info", "flat buffers use small pages: %s", error)
         self.tensor = torch.frombuffer(self._map, dtype=dtype, count=numel, offset=self._offset)
 
     def inflate(self) -> None:

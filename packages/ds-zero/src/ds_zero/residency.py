@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_comm.collectives import Collectives, Work
 from ds_zero.flat import Presence, Unit
+from ds_zero.tensors import tensors_in
 from ds_zero.trace import Trace
 
 __all__ = ["Residency"]
@@ -51,9 +53,10 @@ class Residency:
         if unit.presence is not Presence.RELEASED:
             return
         self._trace.add("gather", unit.index)
-        works = []
         for run in unit.runs:
             run.check_hidden()
+        works = []
+        for run in unit.runs:
             run.buffer.inflate()
             run.publish_master()
             works.append(self._collectives.gather(run.flat, run.layout.name))
@@ -65,26 +68,35 @@ class Residency:
         if unit.presence is Presence.PRESENT:
             return
         self.start(unit)
-        for work in self._works.pop(unit.index):
-            work.wait()
+        self._finish(unit)
         for run in unit.runs:
             run.expose()
+        unit.versions = [param._version for param in unit.params]
         unit.presence = Presence.PRESENT
 
-    def release(self, unit: Unit) -> None:
+    def _finish(self, unit: Unit) -> None:
+        """Wait for the gather of ``unit``; it is released again if that fails."""
+        works = self._works.pop(unit.index)
+        unit.presence = Presence.RELEASED
+        for work in works:
+            work.wait()
+
+    def release(self, unit: Unit, *, check: bool = True) -> None:
         """Give the full values of ``unit`` back, unless it is held or never released.
 
+        Args:
+            unit: Any unit.
+            check: Whether an edit is an error; not where the caller has dealt with it.
+
         Raises:
-            EditError: A parameter was replaced while it was gathered.
+            EditError: A parameter was replaced or written to while it was gathered.
         """
         if not unit.releasable or unit.held or unit.presence is Presence.RELEASED:
             return
         if unit.presence is Presence.GATHERING:
-            for work in self._works.pop(unit.index):
-                work.wait()
-        else:
-            for run in unit.runs:
-                run.check_exposed()
+            self._finish(unit)
+        elif check:
+            unit.check_unedited()
         for run in unit.runs:
             run.hide()
             run.buffer.deflate()
@@ -109,8 +121,6 @@ class Residency:
         here = (backward, unit.index)
         if self._last is not None and self._last[0] == backward and self._last != here:
             self._follower[self._last] = unit.index
-        if backward and self._last is not None and not self._last[0]:
-            self._forward_tail = self._last[1]
         self._last = here
         self.ensure(unit)
         follower = self._follower.get(here)
@@ -121,11 +131,36 @@ class Residency:
         """Whether the backward began right after this unit last time, so that it may stay."""
         return self._forward_tail == unit.index
 
-    def begin_pass(self) -> None:
-        """Forget the position, since a new forward or backward begins elsewhere."""
+    def begin_forward(self) -> None:
+        """Forget the position, since a new forward begins elsewhere."""
+        self._last = None
+
+    def begin_backward(self) -> None:
+        """Note where the forward ended: that unit is the first that the backward needs."""
+        if self._last is not None and not self._last[0]:
+            self._forward_tail = self._last[1]
         self._last = None
 
     # ---- saved tensors -----------------------------------------------------------------------
+
+    def reaches_into(self, unit: Unit, output: Any) -> bool:
+        """Whether ``output`` contains a view of ``unit``'s buffer, which must outlive the module.
+
+        Args:
+            unit: The unit of the module that returned ``output``.
+            output: Tensors in any nesting.
+        """
+        if not unit.releasable:
+            return False
+        return any(self._unit_of(tensor) is unit for tensor in tensors_in(output))
+
+    def _unit_of(self, tensor: Tensor) -> Unit | None:
+        """The releasable unit whose buffer ``tensor`` is a view of."""
+        if tensor.layout is not torch.strided or tensor.device.type == "meta":
+            return None
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return None
+        return self._storages.get(tensor.untyped_storage().data_ptr())
 
     def watch_saved(self) -> AbstractContextManager[None]:
         """Return a context in which autograd's saved views of units are gathered on unpack.
@@ -135,13 +170,18 @@ class Residency:
         """
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
-    def _pack(self, tensor: Tensor) -> tuple[Tensor, Unit | None]:
-        if tensor.device.type == "meta" or not self._storages:
-            return tensor, None
-        return tensor, self._storages.get(tensor.untyped_storage().data_ptr())
+    def _pack(self, tensor: Tensor) -> tuple[Tensor, int, Unit | None]:
+        # Detached: a saved output that kept its graph would keep itself alive.
+        return tensor.detach(), tensor._version, self._unit_of(tensor)
 
-    def _unpack(self, packed: tuple[Tensor, Unit | None]) -> Tensor:
-        tensor, unit = packed
+    def _unpack(self, packed: tuple[Tensor, int, Unit | None]) -> Tensor:
+        tensor, version, unit = packed
+        if tensor._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a {tensor.dtype} tensor of shape {tuple(tensor.shape)} is at "
+                f"version {tensor._version}; expected version {version} instead"
+            )
         if unit is not None:
             self.ensure(unit)
         return tensor

@@ -8,9 +8,13 @@ applied when hashes differ.  Over gloo a header with every exchange finds the sa
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 __all__ = ["Trace", "first_difference"]
+
+MAX_EVENTS = 100
+"""How many of the last events are kept for messages; the hash covers all."""
 
 _MODULUS = (1 << 61) - 1
 _KINDS = ("gather", "reduce")
@@ -21,7 +25,7 @@ class Trace:
 
     def __init__(self) -> None:
         """Start empty."""
-        self.events: list[tuple[str, int]] = []
+        self.events: deque[tuple[str, int]] = deque(maxlen=MAX_EVENTS)
         self.digest = 0
 
     def add(self, kind: str, unit: int) -> None:

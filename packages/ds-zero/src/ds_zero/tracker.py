@@ -9,13 +9,16 @@ launch different collectives.
 
 Hooks are tensor hooks on every output that needs a gradient, not an identity
 ``autograd.Function``: those break in-place code and the order in which gradients add up.
-Outputs that are also inputs are skipped, because their gradient arrives last.  A module that runs
-several times counts its calls, and is reduced after the last.
+Outputs that are also unchanged inputs are skipped, because their gradient arrives last.  A module
+that runs several times counts its calls, and is reduced after the last.  A use inside of another
+unit's module does not pass that unit, which is still at work.
 
 [Note: end of backward]
 The first hook in each graph task queues a callback.  A reentrant checkpoint runs nested tasks,
 so the callback acts only when no armed task is left.  After an exception the callback never
-runs; the next forward of the root module finds tasks still armed and resets.
+runs; the next forward of the root module finds tasks still armed and resets.  A backward inside
+of the model's own forward (``autograd.grad`` for forces or saliency) lets go of what it gathered
+itself and reduces nothing: its gradients wait for the real one.
 """
 
 from __future__ import annotations
@@ -27,13 +30,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from ds_comm.errors import EngineError
 from ds_zero.access import watch_reads
 from ds_zero.flat import Presence, Unit
 from ds_zero.gradients import GradientFlow
 from ds_zero.residency import Residency
+from ds_zero.tensors import changed_or_new, tensor_versions
 
 __all__ = ["Tracker"]
 
@@ -66,11 +70,14 @@ class Tracker:
         """Whether the next backward reduces (the engine sets it before each backward)."""
         self._armed: set[int] = set()
         self._open: list[Unit] = []
+        self._gathered_in_task: list[Unit] = []
         self._hold_all = False
         self._depth = 0
         self._borrowed: list[Unit] = []
+        self._inputs: list[tuple[nn.Module, dict[int, int]]] = []
         self._net: tuple[nn.Module, AbstractContextManager[None]] | None = None
         self._nets_needed = any(unit.releasable for unit in units)
+        self._enclosers = _enclosers(units)
         self._handles: list[RemovableHandle] = []
         self._install(model)
 
@@ -78,11 +85,13 @@ class Tracker:
         for unit in self._units:
             for module in unit.modules:
                 self._handles.append(
-                    module.register_forward_pre_hook(self._entering(unit, module), prepend=True)
+                    module.register_forward_pre_hook(
+                        self._entering(unit, module), prepend=True, with_kwargs=True
+                    )
                 )
                 self._handles.append(
                     module.register_forward_hook(
-                        self._leaving(unit, module, model), with_kwargs=True, always_call=True
+                        self._leaving(unit, module), with_kwargs=True, always_call=True
                     )
                 )
         self._handles.append(
@@ -99,6 +108,10 @@ class Tracker:
         take_grad = _TakeGrad(weakref.ref(self))
         for param in self._gradients.trainable_params():
             self._handles.append(param.register_post_accumulate_grad_hook(take_grad))
+            if self._gradients.exposes_grads:
+                # A gradient may arrive before any module's hook; the view in ``param.grad`` must
+                # be gone before autograd adds to it.
+                self._handles.append(param.register_hook(_ArmFirst(weakref.ref(self))))
 
     def remove(self) -> None:
         """Take every hook off the model."""
@@ -119,9 +132,9 @@ class Tracker:
             if self._armed and not _in_backward():
                 self.abandon_backward()
             if self._depth == 0 and not _in_backward():
-                self._residency.begin_pass()
+                self._residency.begin_forward()
+                self._reset_running()
             self._depth += 1
-            self._cast_net(module)
 
         return enter
 
@@ -129,27 +142,117 @@ class Tracker:
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if module is not owner:
                 return
-            self._haul_net(module)
             self._depth = max(0, self._depth - 1)
-            if not self._depth and not _in_backward():
-                for unit in self._borrowed:
-                    self._residency.release(unit)
-                self._borrowed.clear()
+            if not self._depth and not _in_backward() and not torch.is_grad_enabled():
+                self._return_borrowed()
             if torch.is_grad_enabled():
-                for tensor in _grad_outputs(output, (args, kwargs)):
-                    tensor.register_hook(self._begin_task_hook)
+                for tensor in changed_or_new(output, tensor_versions((args, kwargs))):
+                    tensor.register_hook(_ArmFirst(weakref.ref(self)))
 
         return leave
+
+    def _entering(self, unit: Unit, owner: nn.Module) -> Callable[[nn.Module, Any, Any], None]:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if module is not owner:
+                return
+            backward = _in_backward()
+            if backward:
+                self.arm()
+                self._pass_all_but(unit, module)
+            self._refuse_transforms(unit)
+            self._residency.use(unit, backward=backward)
+            unit.calls_running += 1
+            self._cast_net(module, backward)
+            watched = torch.is_grad_enabled()
+            self._inputs.append((module, tensor_versions((args, kwargs)) if watched else {}))
+
+        return enter
+
+    def _leaving(self, unit: Unit, owner: nn.Module) -> Callable[..., None]:
+        needs_values = not (isinstance(owner, nn.Embedding) and owner.max_norm is None)
+
+        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if module is not owner:
+                return
+            self._haul_net(module)
+            unit.calls_running = max(0, unit.calls_running - 1)
+            before = self._take_inputs(module)
+            hooked = False
+            if torch.is_grad_enabled():
+                call = _Call(self, unit, module, needs_values)
+                for tensor in changed_or_new(output, before):
+                    tensor.register_hook(call)
+                    hooked = True
+            unit.calls_pending += hooked
+            if self._residency.reaches_into(unit, output):
+                self._borrow(unit)
+            elif not _in_backward() and not (hooked and self._residency.ends_forward(unit)):
+                self._let_go(unit)
+
+        return leave
+
+    def _reset_running(self) -> None:
+        for unit in self._units:
+            unit.calls_running = 0
+
+    @staticmethod
+    def _refuse_transforms(unit: Unit) -> None:
+        """A gather would become part of a gradient transform; ``vmap`` leaves it alone."""
+        transform = torch._C._functorch.peek_interpreter_stack()
+        mapped = torch._C._functorch.TransformType.Vmap
+        if transform is None or transform.key() == mapped:
+            return
+        if unit.presence is not Presence.PRESENT:
+            raise EngineError(
+                f"torch.func transforms {unit.name!r}, whose parameters are sharded. Run the "
+                "transform inside `with ds_zero.GatheredParameters(module.parameters()):`, or use "
+                "stage 0 to 2."
+            )
+
+    def _take_inputs(self, module: nn.Module) -> dict[int, int]:
+        """The versions that :meth:`_entering` noted for the innermost call of ``module``."""
+        while self._inputs:
+            noted, versions = self._inputs.pop()
+            if noted is module:
+                return versions
+        return {}
+
+    def _let_go(self, unit: Unit) -> None:
+        in_use = unit.calls_running > 0 or unit in self._borrowed
+        if not in_use and not self._hold_all:
+            self._residency.release(unit)
+
+    # ---- units in use beyond their module ----------------------------------------------------
+
+    def _borrow(self, unit: Unit) -> None:
+        """Keep ``unit`` until the end of the backward, or of a forward without one."""
+        if unit.releasable and unit not in self._borrowed:
+            self._borrowed.append(unit)
+
+    def _return_borrowed(self) -> None:
+        borrowed, self._borrowed = self._borrowed, []
+        for unit in borrowed:
+            self._let_go(unit)
 
     def _lend(self, unit: Unit) -> None:
         """Gather a unit whose parameter is read while the model runs; see ``access``."""
         if unit.presence is not Presence.PRESENT and (self._depth or _in_backward()):
             self._residency.ensure(unit)
-            self._borrowed.append(unit)
+            self._borrow(unit)
 
-    def _cast_net(self, module: nn.Module) -> None:
-        """Watch what autograd saves from here on, unless it is watched already."""
-        if self._nets_needed and self._net is None and torch.is_grad_enabled():
+    def _cast_net(self, module: nn.Module, backward: bool) -> None:
+        """Watch what autograd saves in ``module``, unless that is watched already.
+
+        Not while a checkpoint recomputes, whose own saved-tensor hooks must be innermost; and not
+        inside of ``torch.func`` transforms, which allow no such hooks.
+        """
+        if (
+            self._nets_needed
+            and self._net is None
+            and not backward
+            and torch.is_grad_enabled()
+            and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+        ):
             net = self._residency.watch_saved()
             net.__enter__()
             self._net = (module, net)
@@ -161,84 +264,55 @@ class Tracker:
             self._net = None
             net.__exit__(None, None, None)
 
-    def _begin_task_hook(self, grad: Tensor) -> None:
-        self._arm()
-
-    def _entering(self, unit: Unit, owner: nn.Module) -> Callable[[nn.Module, Any], None]:
-        def enter(module: nn.Module, args: Any) -> None:
-            if module is not owner:
-                return
-            backward = _in_backward()
-            if backward:
-                self._arm()
-                self._pass_all_but(unit)
-            self._residency.use(unit, backward=backward)
-            self._cast_net(module)
-
-        return enter
-
-    def _leaving(self, unit: Unit, owner: nn.Module, model: nn.Module) -> Callable[..., None]:
-        needs_values = not (isinstance(owner, nn.Embedding) and owner.max_norm is None)
-
-        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if module is not owner:
-                return
-            if module is not model:
-                self._haul_net(module)
-            hooked = False
-            if torch.is_grad_enabled():
-                call = _Call(self, unit, needs_values)
-                for tensor in _grad_outputs(output, (args, kwargs)):
-                    tensor.register_hook(call)
-                    hooked = True
-            unit.calls_pending += hooked
-            if not _in_backward() and not (hooked and self._residency.ends_forward(unit)):
-                self._residency.release(unit)
-
-        return leave
-
     # ---- backward ----------------------------------------------------------------------------
 
-    def open(self, unit: Unit, *, needs_values: bool) -> None:
+    def open(self, unit: Unit, module: nn.Module, *, needs_values: bool) -> None:
         """Note that the gradient of an output of ``unit`` has arrived.
 
         Args:
             unit: The unit that is about to run backward.
+            module: The module whose output it was.
             needs_values: Whether its backward reads the parameters.
         """
-        self._arm()
-        self._pass_all_but(unit)
+        self.arm()
+        self._pass_all_but(unit, module)
         if torch.is_grad_enabled():
             # create_graph: a later double backward reads these values, without any hook.
             self._hold_all = True
         if unit not in self._open:
             self._open.append(unit)
         if needs_values:
+            if unit.presence is not Presence.PRESENT:
+                self._gathered_in_task.append(unit)
             self._residency.use(unit, backward=True)
 
-    def _pass_all_but(self, unit: Unit) -> None:
-        for other in [u for u in self._open if u is not unit and not u.enclosing]:
+    def _pass_all_but(self, unit: Unit, module: nn.Module) -> None:
+        at_work = self._enclosers.get(id(module), frozenset())
+        for other in [u for u in self._open if u is not unit and u.index not in at_work]:
             self._open.remove(other)
-            if self.synced and other.calls_pending <= 0:
+            if self.synced and not self._depth and other.calls_pending <= 0:
                 self._gradients.mark_passed(other)
-            if not self._hold_all:
-                self._residency.release(other)
+            if not self._depth or other in self._gathered_in_task:
+                self._let_go(other)
 
+    @torch.no_grad()
     def take_grad(self, param: nn.Parameter) -> None:
         """Move the gradient that autograd has just finished into the unit's buffer."""
         grad = param.grad
         if grad is not None:
-            self._arm()
+            self.arm()
             param.grad = None
-            self._gradients.accumulate(param, grad)
+            self._gradients.accumulate(param, grad.detach())
 
-    def _arm(self) -> None:
+    def arm(self) -> None:
+        """Have the end of the present graph task reported."""
         task = torch._C._current_graph_task_id()
         if task == -1 or task in self._armed:
             return
         if not self._armed:
             self._gradients.hide_grads()
-            self._residency.begin_pass()
+            if not self._depth:
+                self._residency.begin_backward()
         self._armed.add(task)
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(_Ended(weakref.ref(self), task))
@@ -249,6 +323,12 @@ class Tracker:
         if self._armed:
             return
         self._open.clear()
+        gathered, self._gathered_in_task = self._gathered_in_task, []
+        if self._depth:
+            for unit in gathered:
+                self._let_go(unit)
+            return
+        self._borrowed.clear()
         if not self._hold_all:
             self._residency.release_all()
         if self.synced:
@@ -259,12 +339,15 @@ class Tracker:
         """Forget a backward that ended by an exception, with the gradients it left."""
         self._armed.clear()
         self._open.clear()
+        self._gathered_in_task.clear()
         self._gradients.clear()
         self.end_step()
 
     def end_step(self) -> None:
         """Let held units go and forget calls that never ran backward."""
         self._hold_all = False
+        self._borrowed.clear()
+        self._inputs.clear()
         for unit in self._units:
             unit.calls_pending = 0
         self._residency.release_all()
@@ -273,9 +356,10 @@ class Tracker:
 class _Call:
     """The tensor hook of one forward call of one unit."""
 
-    def __init__(self, tracker: Tracker, unit: Unit, needs_values: bool) -> None:
+    def __init__(self, tracker: Tracker, unit: Unit, module: nn.Module, needs_values: bool) -> None:
         self._tracker = weakref.ref(tracker)
         self._unit = unit
+        self._module = module
         self._needs_values = needs_values
         self._counted = False
 
@@ -286,7 +370,7 @@ class _Call:
         if not self._counted:
             self._counted = True
             self._unit.calls_pending -= 1
-        tracker.open(self._unit, needs_values=self._needs_values)
+        tracker.open(self._unit, self._module, needs_values=self._needs_values)
 
 
 class _TakeGrad:
@@ -299,6 +383,18 @@ class _TakeGrad:
         tracker = self._tracker()
         if tracker is not None:
             tracker.take_grad(param)
+
+
+class _ArmFirst:
+    """The hook of a tensor whose gradient may be the first thing seen of a backward."""
+
+    def __init__(self, tracker: weakref.ref[Tracker]) -> None:
+        self._tracker = tracker
+
+    def __call__(self, grad: Tensor) -> None:
+        tracker = self._tracker()
+        if tracker is not None:
+            tracker.arm()
 
 
 class _Ended:
@@ -318,11 +414,13 @@ def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _grad_outputs(output: Any, inputs: Any) -> list[Tensor]:
-    """Tensors in ``output`` that need a gradient and are not among ``inputs``."""
-    given = {id(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}
-    return [
-        leaf
-        for leaf in tree_leaves(output)
-        if isinstance(leaf, Tensor) and leaf.requires_grad and id(leaf) not in given
-    ]
+def _enclosers(units: Sequence[Unit]) -> dict[int, frozenset[int]]:
+    """For each hooked module, by id, the units of which a module contains it."""
+    hooked = {id(module) for unit in units for module in unit.modules}
+    found: dict[int, set[int]] = {}
+    for unit in units:
+        for module in unit.modules:
+            for child in module.modules():
+                if child is not module and id(child) in hooked:
+                    found.setdefault(id(child), set()).add(unit.index)
+    return {key: frozenset(indices) for key, indices in found.items()}

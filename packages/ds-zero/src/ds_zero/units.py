@@ -154,6 +154,7 @@ def _user_blocks(model: nn.Module, rules: UnitRules) -> list[tuple[str, nn.Modul
     qualified = {f"{type(m).__module__}.{type(m).__qualname__}" for _, m in modules}
     missing = [c for c in rules.block_classes if c not in classes | qualified]
     missing += [n for n in rules.block_names if n not in {name for name, _ in modules}]
+    missing += [s for s in rules.block_suffixes if not any(n.endswith(s) for n, _ in modules)]
     if missing:
         raise ConfigError(
             f"zero_optimization.leaf_module names {missing}, which the model does not contain; "

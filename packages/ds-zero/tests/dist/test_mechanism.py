@@ -627,6 +627,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name: str, stage: int) -> None:
     """Losses of three steps and the parameters after them, fp32, 1e-5 relative."""
+    if name == "torch.func.grad" and stage == 3:
+        with pytest.raises(EngineError, match="GatheredParameters"):
+            _compare(MODELS[name], _square, stage)
+        return
     _compare(MODELS[name], _square, stage)
 
 

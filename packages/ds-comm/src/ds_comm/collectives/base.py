@@ -59,8 +59,9 @@ class Collectives(Protocol):
     def reduce(self, flat: Tensor, out: Tensor, label: str, *, accumulate: bool = False) -> Work:
         """Start summing this rank's shard of every rank's ``flat`` into ``out``.
 
-        The sum is formed in fp32 for 16-bit inputs.  Its order does not depend on how the
-        buffer was cut, so two layouts of the same values give the same bits.
+        Where ranks exchange pieces, the sum is formed in rank order, in fp32 for 16-bit inputs, so
+        two layouts of the same values give the same bits.  A backend's own collective sums in
+        the dtype and order that it chooses.
 
         Args:
             flat: 1-D contiguous, ``size * n`` elements.  Its contents are undefined afterwards,

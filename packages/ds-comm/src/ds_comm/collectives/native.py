@@ -40,7 +40,7 @@ class _NativeWork:
 class NativeCollectives:
     """Flat collectives through ``reduce_scatter_tensor`` and ``all_gather_into_tensor``.
 
-    The order of the sum is the backend's.
+    The order and the dtype of the sum are the backend's.
     """
 
     def __init__(self, group: Group) -> None:

@@ -9,13 +9,15 @@ values gives the same bits.  On two CPU ranks this is three to four times faster
 
 [Note: headers]
 Two ranks that gather *different* units of equal size would silently mix weights.  Before each
-payload a 16-byte header travels on a tag of its own: the sequence number and a hash of the
-operation's label.  A receiver compares it before it trusts the payload.
+payload a header travels on a tag of its own: sequence number, size, and the operation's label.  A
+receiver compares it before it trusts the payload.  The payload's tag is a hash of the same, since
+gloo ends the process when a message is larger than the buffer that waits for it: unlike payloads
+must not meet.
 """
 
 from __future__ import annotations
 
-import hashlib
+import zlib
 from dataclasses import dataclass, field
 
 import torch
@@ -29,8 +31,8 @@ from ds_comm.group import Group
 __all__ = ["PairwiseCollectives"]
 
 _SEQUENCE_MASK = (1 << 20) - 1
+_PAYLOAD_TAG = 1 << 28
 _TEXT_BYTES = 112
-_HEADER_BYTES = 16 + _TEXT_BYTES
 
 
 class ScratchPool:
@@ -67,6 +69,8 @@ class _Exchange:
     what: str
     group: Group
     header: Tensor
+    tags: tuple[int, int]
+    """Of header and payload."""
     sends: list[dist.Work] = field(default_factory=list)
     receives: list[tuple[int, dist.Work, Tensor, dist.Work]] = field(default_factory=list)
 
@@ -153,10 +157,11 @@ def sum_in_rank_order(pieces: list[Tensor], out: Tensor, *, accumulate: bool) ->
         out: 1-D result of the same size.
         accumulate: Add to ``out`` instead of replacing it; ``out`` is then no piece.
     """
-    if not accumulate and len(pieces) == 2 and pieces[0].dtype == out.dtype == torch.float32:
+    whole_width = pieces[0].dtype == out.dtype and out.dtype.itemsize >= 4
+    if not accumulate and len(pieces) == 2 and whole_width:
         torch.add(pieces[0], pieces[1], out=out)
         return
-    total = pieces[0] if pieces[0].dtype == torch.float32 else pieces[0].float()
+    total = pieces[0].float() if pieces[0].dtype.itemsize < 4 else pieces[0]
     for piece in pieces[1:]:
         total.add_(piece)
     if accumulate:
@@ -180,9 +185,9 @@ class PairwiseCollectives:
             return Done()
         shards = flat.chunk(self.group.size)
         own = shards[self.group.rank]
-        exchange, tag = self._open("gather", label)
+        exchange = self._open("gather", label, flat)
         for peer in self._peers():
-            self._transfer(exchange, peer, tag, send=own, receive=shards[peer])
+            self._transfer(exchange, peer, send=own, receive=shards[peer])
         return _GatherWork(exchange)
 
     def reduce(self, flat: Tensor, out: Tensor, label: str, *, accumulate: bool = False) -> Work:
@@ -195,9 +200,9 @@ class PairwiseCollectives:
             shards[own] if rank == own else self._pool.take(out.numel(), flat.dtype, flat.device)
             for rank in range(self.group.size)
         ]
-        exchange, tag = self._open("reduce", label)
+        exchange = self._open("reduce", label, flat)
         for peer in self._peers():
-            self._transfer(exchange, peer, tag, send=shards[peer], receive=pieces[peer])
+            self._transfer(exchange, peer, send=shards[peer], receive=pieces[peer])
         return _ReduceWork(exchange, pieces, own, out, accumulate, self._pool)
 
     def exchange(self, row: Tensor) -> Tensor:
@@ -215,24 +220,25 @@ class PairwiseCollectives:
         me, size = self.group.rank, self.group.size
         return [(me + step) % size for step in range(1, size)]
 
-    def _open(self, kind: str, label: str) -> tuple[_Exchange, int]:
+    def _open(self, kind: str, label: str, flat: Tensor) -> _Exchange:
         sequence = self._sequence[kind]
         self._sequence[kind] = sequence + 1
-        channel = 1 if kind == "gather" else 2
-        tag = (channel << 24) | ((sequence & _SEQUENCE_MASK) << 1)
         what = f"{kind} of {label!r}"
-        return _Exchange(what, self.group, _encode_header(sequence, what)), tag
+        header = _encode_header(sequence, flat.numel() * flat.element_size(), what)
+        channel = 1 if kind == "gather" else 2
+        tag = (channel << 20) | (sequence & _SEQUENCE_MASK)
+        payload_tag = _PAYLOAD_TAG | (zlib.crc32(header.numpy().data, channel) >> 4)
+        return _Exchange(what, self.group, header, (tag, payload_tag))
 
-    def _transfer(
-        self, exchange: _Exchange, peer: int, tag: int, *, send: Tensor, receive: Tensor
-    ) -> None:
+    def _transfer(self, exchange: _Exchange, peer: int, *, send: Tensor, receive: Tensor) -> None:
         """Post the header and payload transfers with one peer."""
         handle, global_peer = self.group.handle, self.group.ranks[peer]
+        tag, payload_tag = exchange.tags
         header = torch.empty_like(exchange.header)
         header_work = dist.irecv(header, src=global_peer, group=handle, tag=tag)
-        payload_work = dist.irecv(receive, src=global_peer, group=handle, tag=tag + 1)
+        payload_work = dist.irecv(receive, src=global_peer, group=handle, tag=payload_tag)
         header_send = dist.isend(exchange.header, dst=global_peer, group=handle, tag=tag)
-        payload_send = dist.isend(send, dst=global_peer, group=handle, tag=tag + 1)
+        payload_send = dist.isend(send, dst=global_peer, group=handle, tag=payload_tag)
         for work in (header_work, payload_work, header_send, payload_send):
             if work is None:
                 raise CommError(f"rank {self.group.ranks[self.group.rank]} is not in the group")
@@ -241,18 +247,18 @@ class PairwiseCollectives:
         exchange.sends += [header_send, payload_send]
 
 
-def _encode_header(sequence: int, what: str) -> Tensor:
-    """Pack the sequence number, a hash and the readable start of ``what`` into bytes."""
+def _encode_header(sequence: int, num_bytes: int, what: str) -> Tensor:
+    """Pack sequence number, size, and the checksum and readable start of ``what`` into bytes."""
     raw = what.encode()
-    digest = hashlib.blake2b(raw, digest_size=8).digest()
+    fields = (sequence, num_bytes, zlib.crc32(raw))
+    packed = b"".join(value.to_bytes(8, "little") for value in fields)
     text = raw[:_TEXT_BYTES].ljust(_TEXT_BYTES)
-    return torch.frombuffer(
-        bytearray(sequence.to_bytes(8, "little") + digest + text), dtype=torch.uint8
-    )
+    return torch.frombuffer(bytearray(packed + text), dtype=torch.uint8)
 
 
 def _describe(header: Tensor) -> str:
-    """Read a header back as ``gather of 'layers.3' (#17)``."""
+    """Read a header back as ``gather of 'layers.3' (#17, 4096 bytes)``."""
     raw = bytes(header.tolist())
-    text = raw[16:].decode(errors="replace").rstrip()
-    return f"{text} (#{int.from_bytes(raw[:8], 'little')})"
+    text = raw[24:].decode(errors="replace").rstrip()
+    sequence, num_bytes = (int.from_bytes(raw[k : k + 8], "little") for k in (0, 8))
+    return f"{text} (#{sequence}, {num_bytes:,} bytes)"

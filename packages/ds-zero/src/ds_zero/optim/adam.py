@@ -48,6 +48,8 @@ class FlatAdam(FlatOptimizer):
         Raises:
             ConfigError: A value is out of its range.
         """
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            raise ConfigError(f"Adam needs betas of two numbers, got {betas!r}")
         if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
             raise ConfigError(
                 f"Adam needs lr >= 0, eps >= 0, weight_decay >= 0 and betas in [0, 1); got "

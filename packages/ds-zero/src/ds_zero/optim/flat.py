@@ -10,14 +10,11 @@ import torch
 from torch import Tensor
 
 from ds_comm.errors import EngineError
-from ds_zero.layout import Piece
+from ds_zero.layout import VECTOR_NUMEL, Piece
 from ds_zero.memory import flat_buffer
 from ds_zero.optim.base import OptimizedRun, StateRange, StateSource
 
 __all__ = ["FlatOptimizer", "Segment"]
-
-_VECTOR_NUMEL = 16
-"""Slots of fp32 masters start at multiples of this; see ``layout.ALIGNMENT_BYTES``."""
 
 
 class Segment(NamedTuple):
@@ -106,7 +103,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 # Padding is zero and stays zero.  Ending on a whole vector means that no element
                 # is updated by a kernel's scalar tail, whose rounding may differ: so the result
                 # does not depend on where shards are cut.
-                stop = -(-(piece.shard_start + piece.numel) // _VECTOR_NUMEL) * _VECTOR_NUMEL
+                stop = -(-(piece.shard_start + piece.numel) // VECTOR_NUMEL) * VECTOR_NUMEL
                 if wanted and current is not None and current.step == step:
                     current = current._replace(stop=stop)
                     continue
@@ -115,6 +112,18 @@ class FlatOptimizer(torch.optim.Optimizer):
                 current = Segment(index, piece.shard_start, stop, step) if wanted else None
             if current is not None:
                 yield current
+
+    def add_state(self, kind: str, run: int) -> bool:
+        """Give one run a state of zeros if it has none of that kind.
+
+        Returns:
+            Whether it was added now.
+        """
+        if kind in self._states[run]:
+            return False
+        master = self._runs[run].master
+        self._states[run][kind] = flat_buffer(master.numel(), master.dtype, master.device).tensor
+        return True
 
     def _tensors(self, segments: Sequence[Segment], kind: str) -> list[Tensor]:
         return [self._states[s.run][kind][s.start : s.stop] for s in segments]
@@ -154,14 +163,17 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def load(self, source: StateSource) -> None:
         """See :meth:`ds_zero.optim.base.ShardOptimizer.load`."""
-        for run, states in zip(self._runs, self._states, strict=True):
+        for index, run in enumerate(self._runs):
             for piece in run.pieces():
-                self._load_piece(piece, states, source)
+                self._load_piece(index, piece, source)
 
-    def _load_piece(self, piece: Piece, states: dict[str, Tensor], source: StateSource) -> None:
+    def _load_piece(self, run: int, piece: Piece, source: StateSource) -> None:
+        states = self._states[run]
         name = piece.spec.name
         stored = source.kinds(name)
         self._steps[name] = int(source.scalars(name).get("step", 0))
+        for kind in stored - states.keys():
+            self.add_state(kind, run)
         for kind, values in states.items():
             out = values[piece.shard_start : piece.shard_start + piece.numel]
             if kind in stored:

@@ -54,6 +54,7 @@ class FlatSGD(FlatOptimizer):
             "nesterov": nesterov,
         }
         super().__init__(params, defaults)
+        # Without momentum no velocity is kept; a schedule may switch it on later.
         if not any(group["momentum"] for group in self.param_groups):
             self.state_kinds = ()
 
@@ -72,8 +73,9 @@ class FlatSGD(FlatOptimizer):
             if group["weight_decay"]:
                 grad = grad.add(master, alpha=group["weight_decay"])
             if momentum:
+                new = self.add_state("momentum_buffer", segments[index].run)
                 velocity = self._tensors(segments, "momentum_buffer")[index]
-                if step == 0:
+                if step == 0 or new:
                     velocity.copy_(grad)
                 else:
                     velocity.mul_(momentum).add_(grad, alpha=1 - group["dampening"])

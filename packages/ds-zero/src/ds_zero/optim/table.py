@@ -78,8 +78,11 @@ def optimizer_from_config(choice: OptimizerChoice, groups: Any) -> torch.optim.O
         factory = FlatSGD
     else:
         factory = _torch_class(choice.type)
-    if "betas" in params:
+    if isinstance(params.get("betas"), list):
         params["betas"] = tuple(params["betas"])
+    for key in ("lr", "eps", "weight_decay", "momentum"):
+        if key in params and (isinstance(params[key], bool | str) or params[key] is None):
+            raise ConfigError(f"optimizer.params.{key} must be a number, got {params[key]!r}")
     known = set(inspect.signature(factory).parameters) - {"params", "self"}
     unknown = sorted(set(params) - known)
     if unknown:
