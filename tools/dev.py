@@ -32,7 +32,6 @@ ROOT = Path(__file__).resolve().parent.parent
 # Environments of tox that need no torch: they show in seconds that a package
 # stands on its declared dependencies alone.
 CHEAP_TOX = "launch,aio,graph"
-_TRAIN_STEP = ROOT.parent / "shared" / "bench" / "train_step.py"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -151,8 +150,6 @@ def _bench(arguments: argparse.Namespace, rest: list[str]) -> int:
         Step(str(path.relative_to(ROOT)), [str(environment.python), str(path)])
         for path in sorted(ROOT.glob("packages/*/benchmarks/bench_*.py"))
     ]
-    if _TRAIN_STEP.is_file():
-        steps += [_train_step(environment, dtype) for dtype in ("fp32", "bf16")]
     chosen = [
         step
         for step in steps
@@ -162,16 +159,6 @@ def _bench(arguments: argparse.Namespace, rest: list[str]) -> int:
         titles = ", ".join(step.title for step in steps) or "none"
         raise DevError(f"no benchmark has {arguments.names} in its path; there are: {titles}")
     return report([_run(environment, step) for step in chosen])
-
-
-def _train_step(environment: Environment, dtype: str) -> Step:
-    """The training step on two ranks, beside every peer that is installed."""
-    engines = ["limit", "ddp", "fsdp2", *(f"ours:{stage}" for stage in range(4))]
-    if next(environment.path.glob("lib/python*/site-packages/deepspeed"), None):
-        engines += [f"deepspeed:{stage}" for stage in range(4)]
-    torchrun = [str(environment.python), "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    options = ["--engines", ",".join(engines), "--dtype", dtype]
-    return Step(f"train_step {dtype}", [*torchrun, str(_TRAIN_STEP), *options])
 
 
 def _lint(arguments: argparse.Namespace, rest: list[str]) -> int:

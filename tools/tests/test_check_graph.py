@@ -64,9 +64,7 @@ def test_this_repository_obeys() -> None:
     assert check_graph.check(ROOT) == []
 
 
-def test_obedient_tree_has_no_problem(
-    tree: Tree, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_obedient_tree_has_no_problem(tree: Tree, capsys: pytest.CaptureFixture[str]) -> None:
     assert tree.problems() == []
     assert check_graph.main(["--root", str(tree.root)]) == 0
     assert "10 packages agree" in capsys.readouterr().out

@@ -39,9 +39,7 @@ def test_every_command_has_help_with_an_example(
 
 
 @pytest.mark.parametrize("arguments", [[], ["teste"], ["setup", "--nope"], ["lint", "x"]])
-def test_wrong_usage_exits_with_2(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         dev.main(arguments)
     assert stop.value.code == 2

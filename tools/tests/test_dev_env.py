@@ -72,9 +72,7 @@ def test_partial_checkout_is_a_readable_error(tmp_path: Path) -> None:
         dev_env.prepare(tmp_path)
 
 
-def test_old_python_is_refused_with_advice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_python_is_refused_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dev_env, "MIN_PYTHON", (99, 0))
     with pytest.raises(DevError, match="too old: run dev.py with Python 3.10 or newer"):
         dev_env.prepare(_checkout(tmp_path))
@@ -146,9 +144,7 @@ def test_torch_of_the_running_python_is_made_visible(
         "Metadata-Version: 2.1\nName: torch\nVersion: 2.9.0\nRequires-Dist: sympy>=1.13.3\n"
     )
     distribution = dev_env.importlib.metadata.PathDistribution(site / "torch-2.9.0.dist-info")
-    monkeypatch.setattr(
-        dev_env.importlib.metadata, "distribution", lambda name: distribution
-    )
+    monkeypatch.setattr(dev_env.importlib.metadata, "distribution", lambda name: distribution)
     root = _checkout(tmp_path / "checkout")
     _fake_environment(root, _answer(root, None))
     with pytest.raises(DevError, match="failed with status 3"):

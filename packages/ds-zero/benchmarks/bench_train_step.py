@@ -32,14 +32,16 @@ def main() -> int:
     if not SCRIPT.is_file():
         print(f"skipped: {SCRIPT.relative_to(ROOT.parent)} is not beside the repository")
         return 0
-    rows = measure(options)
-    loads = os.getloadavg()
-    print(f"\nload average before the end of the run: {loads[0]:.2f} (its own share is about 2)")
-    print(table(rows))
+    results = []
+    for dtype in options.dtype.split(","):
+        before = os.getloadavg()[0]
+        rows = measure(options, dtype)
+        print(f"\n{dtype}; load average before the run {before:.2f}")
+        print(table(rows))
+        results.append({"dtype": dtype, "load_before": before, "rows": rows})
     if options.out is not None:
-        result = {"argv": sys.argv[1:], "load_1min": loads[0], "rows": rows}
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+        options.out.write_text(json.dumps({"argv": sys.argv[1:], "runs": results}, indent=2) + "\n")
         print(f"written to {options.out}")
     return 0
 
@@ -53,7 +55,7 @@ def _options() -> argparse.Namespace:
         default="limit,ddp,fsdp2,ours:0,ours:1,ours:2,ours:3",
         help="comma-separated; deepspeed:STAGE where that package is installed",
     )
-    parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
+    parser.add_argument("--dtype", default="fp32,bf16", help="fp32, bf16 or both")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=512)
@@ -62,7 +64,7 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(options: argparse.Namespace, dtype: str) -> list[dict[str, Any]]:
     """Run the measuring script on two ranks; one row an engine."""
     command = [
         options.python,
@@ -74,7 +76,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         "--engines",
         options.engines,
         "--dtype",
-        options.dtype,
+        dtype,
         "--rounds",
         str(options.rounds),
         "--layers",
