@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 from ds_comm.collectives.base import Collectives, Done, Work
+from ds_comm.collectives.basic import (
+    Reduction,
+    all_gather,
+    all_reduce,
+    all_reduce_coalesced,
+    all_to_all,
+    broadcast,
+    broadcast_coalesced,
+    reduce_scatter,
+)
 from ds_comm.collectives.local import LocalCollectives
 from ds_comm.collectives.native import NativeCollectives
 from ds_comm.collectives.objects import barrier, broadcast_object, gather_objects
@@ -18,9 +28,17 @@ __all__ = [
     "NativeCollectives",
     "PairwiseCollectives",
     "RecordingCollectives",
+    "Reduction",
     "Work",
+    "all_gather",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
     "barrier",
+    "broadcast",
+    "broadcast_coalesced",
     "broadcast_object",
     "collectives_for",
     "gather_objects",
+    "reduce_scatter",
 ]
