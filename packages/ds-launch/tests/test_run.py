@@ -32,7 +32,9 @@ def test_environment_of_a_rank(ds: Ds) -> None:
         print(json.dumps(dict(os.environ)))
         """
     )
-    done = ds("run", "--num-ranks", "2", "--no-tag", "--master-addr", "localhost", script)
+    done = ds(
+        "run", "--quiet", "--num-ranks", "2", "--no-tag", "--master-addr", "localhost", script
+    )
     assert (done.status, done.err) == (0, b"")
     ranks = {env["RANK"]: env for env in map(json.loads, done.out.splitlines())}
     assert sorted(ranks) == ["0", "1"]

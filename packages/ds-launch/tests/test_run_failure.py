@@ -37,7 +37,7 @@ def test_exit_status_is_that_of_the_rank(ds: Ds) -> None:
 
 
 def test_single_rank(ds: Ds) -> None:
-    done = ds("run", ds.script("import sys; sys.exit('no data')"))
+    done = ds("run", "--quiet", ds.script("import sys; sys.exit('no data')"))
     assert done.status == 1
     lines = done.err.decode().splitlines()
     assert lines[0] == "no data"
@@ -188,7 +188,7 @@ def test_a_service_may_leave_the_job_on_purpose(ds: Ds) -> None:
         + "stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
         + "print(p.pid)"
     )
-    done = ds("run", script)
+    done = ds("run", "--quiet", script)
     assert (done.status, done.err) == (0, b"")
     os.kill(int(done.out), signal.SIGKILL)  # still there
     ds.wait_until(lambda: not ds.alive())

@@ -22,7 +22,7 @@ print("err", rank, file=sys.stderr)
 
 
 def test_lines_of_other_ranks_are_marked(ds: Ds) -> None:
-    done = ds("run", "-n", "3", ds.script(TALK))
+    done = ds("run", "--quiet", "-n", "3", ds.script(TALK))
     assert sorted(done.out.splitlines()) == [b"[r1] out 1", b"[r2] out 2", b"out 0"]
     assert sorted(done.err.splitlines()) == [b"[r1] err 1", b"[r2] err 2", b"err 0"]
 
@@ -60,7 +60,16 @@ def test_one_destination_keeps_the_order_of_both_streams(ds: Ds, tmp_path: Path)
             os.write(1 + i % 2, b"%d\\n" % i)
         """
     )
-    done = ds("run", "-n", "2", "--enable_each_rank_log", "logs", script, stderr=subprocess.STDOUT)
+    done = ds(
+        "run",
+        "--quiet",
+        "-n",
+        "2",
+        "--enable_each_rank_log",
+        "logs",
+        script,
+        stderr=subprocess.STDOUT,
+    )
     expected = [b"%d" % i for i in range(2000)]
     lines = done.out.splitlines()
     assert [line for line in lines if not line.startswith(b"[r1]")] == expected
@@ -146,7 +155,7 @@ def test_terminal(ds: Ds, ranks: str) -> None:
     master, slave = os.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, b"\x21\x00\x7b\x00" + bytes(4))  # 33 rows, 123 columns
     try:
-        done = ds("run", "-n", ranks, script, stdout=slave, stderr=slave)
+        done = ds("run", "--quiet", "-n", ranks, script, stdout=slave, stderr=slave)
         got = b""
         while not got.endswith(b"100%\r\n"):
             got += os.read(master, 4096)
