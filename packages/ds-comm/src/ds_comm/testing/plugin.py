@@ -1,7 +1,7 @@
 """pytest plugin: the fixture ``ranks``.
 
-Loaded through the entry point ``ds_comm`` of the group ``pytest11``, or with
-``-p ds_comm.testing.plugin``.
+Loaded with ``-p ds_comm.testing.plugin`` or ``pytest_plugins`` in a root conftest; not through an
+entry point, so that pytest runs that need no ranks import no torch.
 """
 
 from __future__ import annotations
