@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -21,6 +22,10 @@ class Done(NamedTuple):
     out: bytes
     err: bytes
     seconds: float
+
+
+def _default_hangup() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 class Ds:
@@ -69,6 +74,8 @@ class Ds:
             "stdout": subprocess.PIPE,
             "stderr": subprocess.PIPE,
         }
+        # Under nohup pytest ignores SIGHUP, and what it starts would inherit that.
+        streams["preexec_fn"] = _default_hangup
         return subprocess.Popen(
             [sys.executable, "-m", "ds_launch", *words],
             env=self.environ(**(env or {})),
