@@ -86,8 +86,13 @@ def initialize(
         ConfigError: The configuration is wrong, given twice or missing.
         EngineError: There is no model, or its parameters belong to another engine.
     """
-    if model is None:
-        raise EngineError("initialize() needs a model")
+    if not isinstance(model, nn.Module):
+        raise EngineError(f"initialize() needs a model, an nn.Module; got {type(model).__name__}")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise EngineError(
+            "the model is wrapped in DistributedDataParallel, which would reduce gradients once "
+            "more; pass model.module"
+        )
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
     mesh = _mesh(mpu, mesh_param)
@@ -122,12 +127,11 @@ def initialize(
 
 def _one_config(args: Namespace | None, config: Config | None, old: Config | None) -> Config:
     """The only configuration among the places where one may be given."""
-    fields = vars(args) if args is not None else {}
     named = {
         "config": config,
         "config_params": old,
-        "args.deepspeed_config": fields.get("deepspeed_config"),
-        "args.deepscale_config": fields.get("deepscale_config"),
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+        "args.deepscale_config": getattr(args, "deepscale_config", None),
     }
     given = {name: value for name, value in named.items() if value is not None}
     if len(given) != 1:
@@ -207,11 +211,16 @@ def _clean_groups(model: nn.Module, parameters: Iterable[Any] | None) -> Any:
     items: list[Any] = list(parameters) if parameters is not None else list(model.parameters())
     if items and isinstance(items[0], dict):
         for group in items:
-            group["params"] = [p for p in group["params"] if p.requires_grad]
+            group["params"] = _plain_params(group["params"])
         return [group for group in items if group["params"]]
-    # Hugging Face and plain loops may pass (name, parameter) pairs.
-    plain = [item[1] if isinstance(item, tuple) else item for item in items]
-    return [param for param in plain if param.requires_grad]
+    return [param for param in _plain_params(items) if param.requires_grad]
+
+
+def _plain_params(params: Any) -> list[nn.Parameter]:
+    """A list of parameters from one, several, or (name, parameter) pairs."""
+    if isinstance(params, torch.Tensor):
+        params = [params]
+    return [item[1] if isinstance(item, tuple) else item for item in params]
 
 
 def _check_members(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -240,6 +249,12 @@ def _schedule(
         assert config.scheduler is not None
         built: Schedule = build_schedule(config.scheduler, optimizer)
         return built
-    if callable(given) and not hasattr(given, "state_dict"):
+    if callable(given) and (isinstance(given, type) or not hasattr(given, "state_dict")):
         return given(optimizer)
+    other = getattr(given, "optimizer", optimizer)
+    if other is not optimizer:
+        raise ConfigError(
+            f"lr_scheduler was built on another {type(other).__name__} than the engine's "
+            f"{type(optimizer).__name__}; pass both, or a function that builds it"
+        )
     return given  # type: ignore[return-value]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ds_comm.collectives import Collectives
 from ds_comm.errors import EditError, EngineError
@@ -104,7 +105,7 @@ class ZeroCore:
                 "its destroy() first"
             )
         self.trace = Trace()
-        specs = _describe(self.params, groups, options.compute_dtype)
+        specs = _describe(model, self.params, groups, options.compute_dtype)
         plans = plan_units(model, specs, options.rules)
         group = collectives.group
         self.layout = ModelLayout.build([plan.spec for plan in plans], group.size)
@@ -131,6 +132,16 @@ class ZeroCore:
         self.tracker = Tracker(model, self.units, self.residency, self.gradients, self)
         released = {id(p): u for u in self.units if u.releasable for p in u.params}
         self._guards = guard_state_dicts(model, released)
+        grouped = {id(param) for group in groups for param in group}
+        self._untrained = [
+            p for p in self.params.values() if p.requires_grad and id(p) not in grouped
+        ]
+        if self._untrained:
+            logger.warning(
+                "%d parameters require a gradient but are in no parameter group: they are sharded "
+                "and never updated; freeze them to save their gradients",
+                len(self._untrained),
+            )
         self._versions: dict[int, int] = {}
         self._members = [
             (f"{prefix}.{name}" if prefix else name, module, name, param)
@@ -257,6 +268,7 @@ class ZeroCore:
                     "would never be trained. Change its values inside GatheredParameters, or "
                     "build a new engine after engine.destroy()."
                 )
+        self._check_strays()
         for unit in self.units:
             for run in unit.runs:
                 if unit.presence is Presence.PRESENT:
@@ -271,6 +283,23 @@ class ZeroCore:
                     "ds_zero.GatheredParameters([param], modifier_rank=0):`, or load values with "
                     "engine.load_module_state_dict()."
                 )
+
+    def _check_strays(self) -> None:
+        """Refuse gradients of parameters that no optimiser would ever update."""
+        for param in self._untrained:
+            param.grad = None
+        taken = {id(param) for param in self.gradients.trainable_params()}
+        strays = [
+            name
+            for name, param in self.model.named_parameters()
+            if param.grad is not None and id(param) not in taken
+        ]
+        if strays:
+            raise EditError(
+                f"{strays} have gradients, but when the engine was built they were frozen or not "
+                "there, so they are never trained. Build a new engine after engine.destroy(), or "
+                "call requires_grad_(False) on them."
+            )
 
     def accept_edits(self, params: Sequence[nn.Parameter]) -> None:
         """Make the masters follow the present values of ``params``, which are equal on all ranks.
@@ -348,6 +377,7 @@ def _gradient(gradients: RunGradients, factor: float) -> Tensor | None:
 
 
 def _describe(
+    model: nn.Module,
     params: Mapping[str, nn.Parameter],
     groups: Sequence[Sequence[nn.Parameter]],
     compute_dtype: torch.dtype | None,
@@ -357,6 +387,13 @@ def _describe(
     Raises:
         EngineError: A parameter cannot be put in a flat buffer.
     """
+    # Batch norm computes in fp32 with its running statistics, which stay as they are.
+    wide = {
+        id(param)
+        for module in model.modules()
+        if isinstance(module, _BatchNorm)
+        for param in module.parameters(recurse=False)
+    }
     group_of = {id(p): index for index, group in enumerate(groups) for p in group}
     specs: dict[int, ParamSpec] = {}
     for name, param in params.items():
@@ -365,11 +402,9 @@ def _describe(
                 f"parameter {name!r} is {param.dtype} with layout {param.layout}; only real dense "
                 "parameters can be sharded. Hold it as a real tensor (torch.view_as_real)."
             )
-        lowered = compute_dtype is not None and param.is_floating_point()
+        lowered = compute_dtype is not None and param.is_floating_point() and id(param) not in wide
         dtype = compute_dtype if lowered and compute_dtype is not None else param.dtype
         trainable = param.requires_grad and id(param) in group_of
-        if param.requires_grad and not trainable:
-            logger.info("%s requires a gradient but is in no parameter group: it is frozen", name)
         specs[id(param)] = ParamSpec(
             name, tuple(param.shape), dtype, trainable, group_of.get(id(param), 0)
         )

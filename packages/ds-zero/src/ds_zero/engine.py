@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ds_comm.device import current_device
 from ds_comm.errors import EngineError
@@ -143,6 +144,10 @@ class Engine(nn.Module):
         if not boundary:
             self._prepare()
             return
+        if isinstance(self.lr_scheduler, ReduceLROnPlateau) and not lr_kwargs:
+            raise EngineError(
+                'ReduceLROnPlateau needs its metric: step(lr_kwargs={"metrics": value})'
+            )
         report = self.core.step()
         self._grad_norm = report.grad_norm
         self._applied = report.applied
@@ -221,8 +226,12 @@ class Engine(nn.Module):
             return self._boundary
         return (self.counters.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decide by hand whether the next ``step()`` updates, until this is called again."""
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Decide by hand whether the next ``step()`` updates, until this is called again.
+
+        Args:
+            is_boundary: The decision, or None to go back to counting micro-steps.
+        """
         self._boundary = is_boundary
         self._prepare()
 

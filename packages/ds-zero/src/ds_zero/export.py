@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -105,6 +106,9 @@ def save_weights(
     Raises:
         CheckpointError: The first rank could not write; raised on every rank.
     """
+    path = Path(folder) / filename
+    if path.suffix not in (".safetensors", ".bin", ".pt"):
+        raise CheckpointError(f"{filename!r}: the name must end in .safetensors, .bin or .pt")
     first = core.collectives.group.rank == 0
     state: dict[str, Tensor] = {}
     for name, tensor in full_tensors(core, exclude_frozen=exclude_frozen):
@@ -114,14 +118,13 @@ def save_weights(
     if first:
         state.update({n: b.cpu().clone() for n, b in persistent_buffers(core).items()})
         try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            path = Path(folder) / filename
+            path.parent.mkdir(parents=True, exist_ok=True)
             if path.suffix == ".safetensors":
                 save_file(state, path, metadata={"format": "pt"})
             else:
                 torch.save(state, path)
-        except OSError as error:
-            problem = f"cannot write {Path(folder) / filename}: {error}"
+        except (OSError, RuntimeError, SafetensorError) as error:
+            problem = f"cannot write {path}: {error}"
     problem = broadcast_object(problem, core.collectives.group)
     if problem is not None:
         raise CheckpointError(problem)

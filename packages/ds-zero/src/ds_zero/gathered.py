@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from types import TracebackType
 
 import torch
@@ -27,7 +27,9 @@ class GatheredParameters:
                 torch.nn.init.zeros_(model.head.weight)
 
     On exit, changes made on ``modifier_rank`` are sent to all ranks and into the fp32 masters.
-    Without an owner a change is an error, since it would be lost or differ between ranks.
+    Without an owner a change is an error, since it would be lost or differ between ranks.  Either
+    way all ranks hold the same values afterwards.  After an exception in the body nothing is
+    spread.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class GatheredParameters:
         Args:
             params: A parameter, several, or a module with all inside.  Parameters that no engine
                 owns are left as they are.
-            modifier_rank: Rank (within the sharding group) whose changes count; None for reading.
+            modifier_rank: Rank (within the sharding group) whose values count; None for reading.
             fwd_module: Accepted for compatibility; foreign reads need no registration here.
             enabled: Whether to do anything.
         """
@@ -51,7 +53,7 @@ class GatheredParameters:
         elif isinstance(params, nn.Parameter):
             found = [params]
         else:
-            found = list(params)
+            found = [item[1] if isinstance(item, tuple) else item for item in params]
         self._params = [p for p in found if enabled and core_of(p) is not None]
         self._modifier_rank = modifier_rank
         self._core: ZeroCore | None = None
@@ -62,14 +64,23 @@ class GatheredParameters:
         """Gather.
 
         Raises:
-            EngineError: The parameters belong to several engines.
+            EngineError: The parameters belong to several engines, the context is active already,
+                or ``modifier_rank`` is no rank.
         """
+        if self._core is not None:
+            raise EngineError("GatheredParameters: this context is active already; make another")
         cores = {id(core): core for core in map(core_of, self._params) if core is not None}
         if len(cores) > 1:
             raise EngineError("GatheredParameters: the parameters belong to several engines")
         if not cores:
             return
-        self._core = core = next(iter(cores.values()))
+        core = next(iter(cores.values()))
+        size = core.collectives.group.size
+        if self._modifier_rank is not None and not 0 <= self._modifier_rank < size:
+            raise EngineError(
+                f"GatheredParameters: modifier_rank={self._modifier_rank} is none of {size} ranks"
+            )
+        self._core = core
         wanted = {id(param) for param in self._params}
         self._units = [u for u in core.units if any(id(p) in wanted for p in u.params)]
         for unit in self._units:
@@ -101,33 +112,53 @@ class GatheredParameters:
             self._core = None
 
     def _settle(self, core: ZeroCore) -> None:
+        """Find what any rank changed, and give all ranks the same values of it."""
+        replaced = self._take_replaced(core)
         changed = [
-            fingerprint(param) != before
+            id(param) in replaced or fingerprint(param) != before
             for param, before in zip(self._params, self._before, strict=True)
         ]
-        device = self._params[0].device
-        row = torch.tensor(changed, dtype=torch.uint8, device=device)
+        row = torch.tensor(changed, dtype=torch.uint8, device=self._params[0].device)
         rows = core.collectives.exchange(row)
-        if self._modifier_rank is None:
-            self._forbid(core, rows.any(dim=0).tolist())
-            return
-        edited = [
-            param
-            for param, flag in zip(self._params, rows[self._modifier_rank].tolist(), strict=True)
-            if flag
-        ]
-        for param in edited:
-            core.collectives.broadcast(param.data, self._modifier_rank)
-        core.accept_edits(edited)
-
-    def _forbid(self, core: ZeroCore, changed: Sequence[int]) -> None:
-        names = {id(param): name for name, param in core.params.items()}
-        edited = [names[id(p)] for p, flag in zip(self._params, changed, strict=True) if flag]
-        if edited:
+        touched = [k for k, flag in enumerate(rows.any(dim=0).tolist()) if flag]
+        for k in touched:
+            source = self._modifier_rank
+            if source is None:  # an unchanged rank's values, or if there is none the first one's
+                source = int(rows[:, k].argmin())
+            core.collectives.broadcast(self._params[k].data, source)
+        # Values that came back from an unchanged rank are what the masters hold already.
+        owned = self._modifier_rank is not None
+        core.accept_edits([self._params[k] for k in touched if owned or bool(rows[:, k].all())])
+        if touched and self._modifier_rank is None:
+            names = {id(param): name for name, param in core.params.items()}
+            edited = [names[id(self._params[k])] for k in touched]
             raise EditError(
-                f"{edited} changed inside of GatheredParameters without an owner: the change "
-                "would be lost. Pass modifier_rank=R, the rank whose values all ranks shall get."
+                f"{edited} changed inside of GatheredParameters without an owner, so the change "
+                "was not taken over. Pass modifier_rank=R, the rank whose values all ranks shall "
+                "get."
             )
+
+    def _take_replaced(self, core: ZeroCore) -> set[int]:
+        """Copy values that were assigned to ``param.data`` into the buffer they belong to.
+
+        Raises:
+            EditError: They have another shape.
+        """
+        wanted = {id(param) for param in self._params}
+        replaced: set[int] = set()
+        for run in (run for unit in self._units for run in unit.runs):
+            for param, view, slot in zip(run.params, run.views, run.layout.slots, strict=True):
+                if id(param) not in wanted or param.data_ptr() == view.data_ptr():
+                    continue
+                if param.shape != view.shape:
+                    raise EditError(
+                        f"{slot.spec.name!r} has shape {tuple(view.shape)}, not "
+                        f"{tuple(param.shape)}, the shape of the values that it was given"
+                    )
+                view.copy_(param.data)
+                param.data = view
+                replaced.add(id(param))
+        return replaced
 
 
 def fingerprint(tensor: Tensor) -> int:

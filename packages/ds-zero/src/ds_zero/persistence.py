@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from ds_comm.collectives import broadcast_object, gather_objects
@@ -220,10 +221,15 @@ def load_engine(
     assert checkpoint is not None
     with checkpoint:
         checkpoint.require(_parameter_infos(engine.core), _buffer_infos(engine.core), strict=strict)
+        manifest = checkpoint.manifest
+        # What may not fit comes first, so that an error leaves the engine as it was.
+        if optimizer and engine.core.optimizer is not None:
+            _check_family(engine.core.optimizer.optimizer, manifest)
+        if counters:
+            _load_position(engine, manifest)
         _load_weights(engine.core, checkpoint)
         if engine.core.optimizer is not None:
             _load_optimizer(engine.core, checkpoint if optimizer else None)
-        manifest = checkpoint.manifest
         if schedule and engine.lr_scheduler is not None and isinstance(manifest.schedule, dict):
             engine.lr_scheduler.load_state_dict(manifest.schedule)
         if counters:
@@ -265,15 +271,19 @@ def _load_optimizer(core: ZeroCore, checkpoint: Checkpoint | None) -> None:
     if checkpoint is not None:
         stored = checkpoint.manifest.optimizer
         if isinstance(stored, dict):
-            _check_family(str(stored.get("type")), type(core.optimizer.optimizer).__name__)
             _load_groups(core.optimizer.optimizer.param_groups, stored.get("param_groups"))
     core.optimizer.load(StoredStates(checkpoint))
 
 
-def _check_family(stored: str, present: str) -> None:
+def _check_family(optimizer: torch.optim.Optimizer, manifest: Manifest) -> None:
+    """Refuse the states of an optimiser of another kind."""
+
     def family(name: str) -> str:
         return name.removeprefix("Flat").lower().removesuffix("w")
 
+    if not isinstance(manifest.optimizer, dict):
+        return
+    stored, present = str(manifest.optimizer.get("type")), type(optimizer).__name__
     if family(stored) != family(present):
         raise CheckpointError(
             f"the checkpoint holds states of {stored}, but the engine trains with {present}; load "
@@ -303,6 +313,14 @@ def _load_counters(engine: Engine, manifest: Manifest) -> None:
     counters.skipped_steps = int(manifest.counters["skipped_steps"])
     # A window that was cut by the save begins anew, whatever its length is now.
     counters.micro_steps = counters.global_steps * engine.gradient_accumulation_steps()
+
+
+def _load_position(engine: Engine, manifest: Manifest) -> None:
+    """Restore where the data loader was.
+
+    Raises:
+        CheckpointError: The dataset has another length.
+    """
     loader = engine.training_dataloader
     if loader is not None and isinstance(manifest.data, dict):
         try:

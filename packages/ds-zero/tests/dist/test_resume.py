@@ -193,9 +193,19 @@ def test_explicit_tag(ranks: Ranks, tmp_path: Path, stage: int) -> None:
 
 def misfit(folder: str) -> None:
     """Another model and another optimiser."""
-    build(2).save_checkpoint(folder)
+    trained = build(2)
+    _steps(trained, 0, 2)
+    trained.save_checkpoint(folder)
+    plain = build(2, optimizer="SGD")
+    before = plain.module_state_dict()
     with pytest.raises(CheckpointError, match="load_optimizer_states=False"):
-        build(2, optimizer="SGD").load_checkpoint(folder)
+        plain.load_checkpoint(folder)
+    after = plain.module_state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before)  # nothing was loaded
+    with pytest.raises(CheckpointError, match="cannot write"):
+        plain.save_16bit_model("/proc/nowhere")
+    with pytest.raises(CheckpointError, match="must end in"):
+        plain.save_16bit_model(folder, "weights")
     other = ds_zero.initialize(
         model=nn.Linear(7, 7),
         config={"train_batch_size": 12, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},

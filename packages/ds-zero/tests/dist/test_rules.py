@@ -565,3 +565,105 @@ def _same_model_twice() -> None:
 def test_a_model_has_one_engine(ranks: Ranks) -> None:
     """A second one on the same parameters is refused."""
     ranks(1, _same_model_twice)
+
+
+# ---- edits that only some ranks make, and other calls that must not be lost ---------------------
+
+
+def _foreign_edits(stage: int, precision: str) -> list[Tensor]:
+    extra: dict[str, Any] = {"bf16": {"enabled": True}} if precision == "bf16" else {}
+    model = _lin()
+    engine = _engine(stage, model, **extra)
+    wanted = [value.clone() for value in _state(engine)]
+    first = model[0].weight
+    with ds_zero.GatheredParameters(model.parameters(), modifier_rank=0):
+        if _rank() == 1:
+            first.data.fill_(9)
+    _same(_state(engine), wanted, 0.0)
+    with pytest.raises(EditError):
+        with ds_zero.GatheredParameters(first):
+            if _rank() == 1:
+                first.data.fill_(9)
+    _same(_state(engine), wanted, 0.0)
+    with ds_zero.GatheredParameters(first, modifier_rank=0):
+        if _rank() == 0:
+            first.data = torch.full((4, 4), 5.0, dtype=first.dtype)
+    assert (engine.module_state_dict()["0.weight"] == 5).all()
+    context = ds_zero.GatheredParameters(first)
+    with context, pytest.raises(EngineError, match="active"):
+        context.__enter__()
+    with pytest.raises(EngineError, match="modifier_rank=2"):
+        with ds_zero.GatheredParameters(first, modifier_rank=2):
+            pass
+    engine.backward(engine(_inputs()[_rank()].to(first.dtype)).square().mean())
+    engine.step()
+    return _state(engine)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_edits_of_one_rank_never_make_ranks_differ(
+    ranks: Ranks, stage: int, precision: str
+) -> None:
+    """Whoever edits: afterwards every rank holds the owner's values, or the old ones."""
+    one, two = ranks(2, _foreign_edits, stage, precision)
+    _same(one, two, 0.0)
+
+
+def _strays(stage: int) -> None:
+    model = _lin()
+    model[2].bias.requires_grad_(False)
+    engine = _engine(stage, model)
+    model[2].bias.requires_grad_(True)
+    engine.backward(engine(_inputs()[_rank()]).square().mean())
+    with pytest.raises(EditError, match=r"2\.bias"):
+        engine.step()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_parameters_that_are_never_trained_are_an_error(ranks: Ranks, stage: int) -> None:
+    """Unfrozen after ``initialize``: an error that names them, no silence."""
+    ranks(2, _strays, stage)
+
+
+def _batch_norm(stage: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    engine = _engine(stage, model, bf16={"enabled": True})
+    for step in range(3):
+        engine.backward(engine(_inputs(step)[_rank()].bfloat16()).square().mean())
+        engine.step()
+    assert engine.was_step_applied() and model[1].weight.dtype == torch.float32
+    model.eval()
+    assert engine(_inputs()[0].bfloat16()).isfinite().all()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_batch_norm_in_bf16(ranks: Ranks, stage: int) -> None:
+    """Batch norm keeps fp32 parameters beside its fp32 statistics."""
+    ranks(2, _batch_norm, stage)
+
+
+def _calling_styles() -> None:
+    model = _lin()
+    groups = [{"params": model[0].weight, "lr": 0.5}, {"params": list(model[2].named_parameters())}]
+    engine = ds_zero.initialize(model=model, model_parameters=groups, config=_config(1)).engine
+    assert engine.get_lr() == [0.5, 0.1]
+    bias = model[0].bias.detach().clone()
+    engine.backward(engine(_inputs()[_rank()]).square().mean())
+    engine.step()  # 0.bias has a gradient but is in no group: left alone, as in torch
+    assert torch.equal(model[0].bias, bias) and model[0].bias.grad is None
+    with pytest.raises(EngineError, match="Module"):
+        ds_zero.initialize(model=[1], config=_config(1))  # type: ignore[arg-type]
+    model = _lin()
+    other = torch.optim.SGD(_lin().parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(other, 1)
+    with pytest.raises(ConfigError, match="another SGD"):
+        ds_zero.initialize(model=model, lr_scheduler=schedule, config=_config(1))
+    with pytest.raises(ConfigError, match="finite"):
+        _engine(1, optimizer={"type": "AdamW", "params": {"lr": float("nan")}})
+
+
+def test_calling_styles(ranks: Ranks) -> None:
+    """Groups as torch takes them; pairings that cannot work are refused."""
+    ranks(2, _calling_styles)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -83,6 +84,8 @@ def optimizer_from_config(choice: OptimizerChoice, groups: Any) -> torch.optim.O
     for key in ("lr", "eps", "weight_decay", "momentum"):
         if key in params and (isinstance(params[key], bool | str) or params[key] is None):
             raise ConfigError(f"optimizer.params.{key} must be a number, got {params[key]!r}")
+        if isinstance(params.get(key), float) and not math.isfinite(params[key]):
+            raise ConfigError(f"optimizer.params.{key} must be finite, got {params[key]}")
     known = set(inspect.signature(factory).parameters) - {"params", "self"}
     unknown = sorted(set(params) - known)
     if unknown:
