@@ -32,7 +32,8 @@ class Bf16Section(Section):
     key_rules: ClassVar[KeyRules] = KeyRules(switch="enabled")
 
     enabled: Flag = False
-    """Cast the model to bfloat16 and keep fp32 master weights."""
+    """Cast the model to bfloat16 and keep fp32 master weights. Inputs are not cast, and batch norm
+    keeps fp32 parameters."""
     immediate_grad_update: Annotated[
         Flag, NoEffect("gradients always enter the accumulation buffer as they are produced")
     ] = False
