@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ds_comm.collectives import Collectives
+from ds_comm.collectives import Collectives, broadcast
 from ds_comm.errors import EditError, EngineError
+from ds_comm.group import Group
 from ds_comm.logging import get_logger
 from ds_zero.agreement import Agreement, agree
 from ds_zero.flat import Presence, build_units
@@ -118,7 +119,7 @@ class ZeroCore:
             lambda tensor: collectives.broadcast(tensor, 0),
         )
         for buffer in model.buffers():
-            _broadcast_buffer(buffer, collectives)
+            _broadcast_buffer(buffer, group)
         self.residency = Residency(self.units, collectives, self.trace, prefetch=options.prefetch)
         self.gradients = GradientFlow(
             self.units,
@@ -350,12 +351,12 @@ class ZeroCore:
         forget(list(self.params.values()))
 
 
-def _broadcast_buffer(buffer: Tensor, collectives: Collectives) -> None:
+def _broadcast_buffer(buffer: Tensor, group: Group) -> None:
     """Set a buffer of any dtype and strides to rank 0's values."""
     if not buffer.numel():
         return
     whole = buffer.detach().clone(memory_format=torch.contiguous_format)
-    collectives.broadcast(whole.view(-1).view(torch.uint8), 0)
+    broadcast(whole, group)
     if not torch.equal(whole, buffer):
         # An expanded buffer cannot be written to; its values become a tensor of their own.
         overlapping = any(
