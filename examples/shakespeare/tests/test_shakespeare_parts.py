@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 import tarfile
@@ -50,7 +51,8 @@ def test_a_kept_archive_is_used_only_with_the_pinned_checksum(
     monkeypatch.setenv("PIP_FIND_LINKS", "")
     with pytest.raises(archive.ArchiveError, match="Is there a\nnetwork|Is there a network"):
         archive.fetch_archive(tmp_path)
-    monkeypatch.setattr(archive, "SHA256", hashlib.sha256(b"archive").hexdigest())
+    pinned = dataclasses.replace(archive.TEXTS, sha256=hashlib.sha256(b"archive").hexdigest())
+    monkeypatch.setattr(archive, "TEXTS", pinned)
     assert archive.fetch_archive(tmp_path) == kept
 
 
