@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ds_comm.collectives import LocalCollectives
 from ds_comm.errors import CheckpointError, ConfigError, EngineError
+from ds_comm.group import Group
 from ds_zero.config.optim import OptimizerSection
 from ds_zero.flat import build_units
 from ds_zero.layout import ModelLayout, ParamSpec
@@ -23,6 +25,7 @@ from ds_zero.optim import (
     FlatSGD,
     OptimizedRun,
     ShardOptimizer,
+    StepGradients,
     TorchAdapter,
     attach_optimizer,
     optimizer_from_config,
@@ -34,6 +37,8 @@ from ds_zero.units import UnitRules, param_names, plan_units
 Groups = list[dict[str, Any]]
 Make = Callable[[Any], torch.optim.Optimizer]
 
+ALONE = LocalCollectives(Group.solo())
+"""Element-wise optimisers communicate with nobody."""
 SHAPES = {"a": (7, 5), "b": (40,), "c": (), "d": (0, 3), "e": (3, 11), "f": (64,), "g": (5,)}
 FROZEN = "b"
 IDLE = "e"
@@ -85,7 +90,7 @@ class Shards:
             self.models.append(model)
             self.runs.append(runs)
             self.optimizers.append(
-                attach_optimizer(optimizer, runs, sharded=stage > 0, allow_untested=False)
+                attach_optimizer(optimizer, runs, ALONE, sharded=stage > 0, allow_untested=False)
             )
 
     def update(self, step: int) -> None:
@@ -99,8 +104,8 @@ class Shards:
                     if slot.spec.name in grads:
                         flat[slot.start : slot.stop] = grads[slot.spec.name].reshape(-1)
                 flats.append(flat[slice(*run.run.master_range)].clone())
-                masks.append(torch.tensor([s.spec.name in grads for s in run.run.layout.slots]))
-            optimizer.update(flats, masks)
+                masks.append([s.spec.name in grads for s in run.run.layout.slots])
+            optimizer.update(StepGradients(flats, masks))
 
     def values(self) -> dict[str, Tensor]:
         """Whole parameters, put together from the masters of all shards."""
@@ -265,8 +270,8 @@ def test_a_run_without_gradients() -> None:
     shards = Shards(lambda g: FlatAdam(g, lr=0.1), 1, 0)
     before = {k: v.clone() for k, v in shards.values().items()}
     runs = shards.runs[0]
-    masks = [torch.zeros(len(run.run.layout.slots), dtype=torch.bool) for run in runs]
-    shards.optimizers[0].update([None for _ in runs], masks)
+    masks = [[False] * len(run.run.layout.slots) for run in runs]
+    shards.optimizers[0].update(StepGradients([None for _ in runs], masks))
     _same(shards.values(), before, 0.0)
     assert shards.optimizers[0].scalars() == {}
 
@@ -336,12 +341,13 @@ def test_the_adapter_guards_step_and_keeps_groups() -> None:
     groups = optimizer.param_groups
     listed = [list(group["params"]) for group in groups]
     adapter = attach_optimizer(
-        optimizer, _runs(model, groups, 1, 0, 0), sharded=False, allow_untested=False
+        optimizer, _runs(model, groups, 1, 0, 0), ALONE, sharded=False, allow_untested=False
     )
     assert isinstance(adapter, TorchAdapter) and adapter.optimizer is optimizer
     with pytest.raises(EngineError, match=r"Adam\.step\(\).*engine\.step"):
         optimizer.step()
     for flat in (FlatAdam(_groups(model), lr=0.1), FlatSGD(_groups(model), lr=0.1)):
+        attach_optimizer(flat, (), ALONE, sharded=False, allow_untested=False)
         with pytest.raises(EngineError, match=r"engine\.step"):
             flat.step()
     assert optimizer.param_groups is groups
@@ -363,11 +369,11 @@ def test_the_adapter_recovers_from_an_error() -> None:
     model = _model()
     optimizer = Broken(_groups(model), lr=0.1)
     runs = _runs(model, optimizer.param_groups, 1, 0, 0)
-    adapter = attach_optimizer(optimizer, runs, sharded=False, allow_untested=True)
+    adapter = attach_optimizer(optimizer, runs, ALONE, sharded=False, allow_untested=True)
     grads = [torch.ones_like(run.master) for run in runs]
-    masks = [torch.ones(len(run.run.layout.slots), dtype=torch.bool) for run in runs]
+    masks = [[True] * len(run.run.layout.slots) for run in runs]
     with pytest.raises(RuntimeError, match="in the middle"):
-        adapter.update(grads, masks)
+        adapter.update(StepGradients(grads, masks))
     members = {id(p) for p in model.parameters()}
     assert all(id(p) in members for group in optimizer.param_groups for p in group["params"])
     with pytest.raises(EngineError):
@@ -470,7 +476,9 @@ def test_states_that_cannot_be_stored() -> None:
     optimizer = RowNorms(_groups(model), lr=0.1)
     runs = _runs(model, optimizer.param_groups, 1, 0, 0)
     shards.runs = [runs]
-    shards.optimizers = [attach_optimizer(optimizer, runs, sharded=False, allow_untested=False)]
+    shards.optimizers = [
+        attach_optimizer(optimizer, runs, ALONE, sharded=False, allow_untested=False)
+    ]
     shards.update(0)
     with pytest.raises(CheckpointError, match="'rows' of"):
         list(shards.optimizers[0].state_ranges())
@@ -538,7 +546,7 @@ def test_whole_parameter_algorithms_are_refused_when_sharded(name: str) -> None:
         pytest.skip(f"this torch has no {name}")
     optimizer = kind([nn.Parameter(torch.zeros(3, 3))])
     with pytest.raises(ConfigError, match=name):
-        attach_optimizer(optimizer, (), sharded=True, allow_untested=True)
+        attach_optimizer(optimizer, (), ALONE, sharded=True, allow_untested=True)
     if name == "LBFGS":
         with pytest.raises(ConfigError, match=name):
-            attach_optimizer(optimizer, (), sharded=False, allow_untested=True)
+            attach_optimizer(optimizer, (), ALONE, sharded=False, allow_untested=True)

@@ -113,6 +113,7 @@ def initialize(
         core.optimizer = attach_optimizer(
             built,
             core.optimized_runs(),
+            core.collectives,
             sharded=core.options.stage > 0,
             allow_untested=settings.zero_allow_untested_optimizer,
         )

@@ -22,10 +22,10 @@ from ds_comm.group import Group
 from ds_comm.logging import get_logger
 from ds_zero.agreement import Agreement, agree
 from ds_zero.flat import Presence, build_units
-from ds_zero.gradients import GradientFlow, RunGradients
+from ds_zero.gradients import GradientFlow
 from ds_zero.guards import guard_state_dicts
 from ds_zero.layout import ModelLayout, ParamSpec
-from ds_zero.optim.base import OptimizedRun, ShardOptimizer
+from ds_zero.optim.base import OptimizedRun, ShardOptimizer, StepGradients
 from ds_zero.registry import core_of, forget, register
 from ds_zero.residency import Residency
 from ds_zero.stages import STAGES
@@ -158,7 +158,11 @@ class ZeroCore:
 
     def optimized_runs(self) -> tuple[OptimizedRun, ...]:
         """The masters that an optimiser updates on this rank."""
-        return tuple(OptimizedRun(gradients.run) for gradients in self.gradients.all_runs())
+        return tuple(
+            OptimizedRun(run, None if unit.releasable or run.aliased else run.master_copy)
+            for unit, members in zip(self.units, self.gradients.by_unit, strict=True)
+            for run in (gradients.run for gradients in members)
+        )
 
     def describe(self) -> str:
         """One line a unit, for people."""
@@ -203,15 +207,21 @@ class ZeroCore:
         limit = self.options.clip_norm
         # torch.nn.utils.clip_grad_norm_ uses the same 1e-6.
         factor = limit / (agreement.grad_norm + 1e-6) if limit > 0 else 1.0
-        grads = [_gradient(g, factor) for g in self.gradients.all_runs()]
-        self.optimizer.update(grads, agreement.used)
-        self.publish()
+        self.optimizer.update(
+            StepGradients(
+                grads=[g.reduced if g.has_reduced else None for g in self.gradients.all_runs()],
+                used=[mask.tolist() for mask in agreement.used],
+                scale=min(factor, 1.0),
+            )
+        )
+        self.publish(copied=True)
 
-    def publish(self, *, frozen: bool = False) -> None:
+    def publish(self, *, frozen: bool = False, copied: bool = False) -> None:
         """Bring updated masters to the parameters that are kept whole.  Collective.
 
         Args:
             frozen: Do so for parameters that are not trained too.
+            copied: The optimiser has written this rank's part already.
         """
         works = []
         for unit in self.units:
@@ -219,7 +229,8 @@ class ZeroCore:
                 continue
             for run in unit.runs:
                 if run.layout.trainable or frozen:
-                    run.publish_master()
+                    if not copied:
+                        run.publish_master()
                     if run.master.numel() != run.layout.numel:
                         works.append(self.collectives.gather(run.flat, run.layout.name))
         for work in works:
@@ -366,15 +377,6 @@ def _broadcast_buffer(buffer: Tensor, group: Group) -> None:
             buffer.data = whole
         else:
             buffer.copy_(whole)
-
-
-def _gradient(gradients: RunGradients, factor: float) -> Tensor | None:
-    """The fp32 gradient of a run's master range, scaled down by ``factor`` where it is below 1."""
-    reduced = gradients.reduced
-    if reduced is None or not gradients.has_reduced:
-        return None
-    reduced = reduced.to(gradients.run.master.dtype)
-    return reduced.mul_(factor) if factor < 1.0 else reduced
 
 
 def _describe(

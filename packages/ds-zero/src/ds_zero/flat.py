@@ -78,10 +78,15 @@ class FlatRun:
             self.master.data_ptr() == self.flat.data_ptr() + start * self.flat.element_size()
         )
 
+    @property
+    def master_copy(self) -> Tensor:
+        """The master's range of the flat buffer, in the forward dtype."""
+        return self.flat[slice(*self.master_range)]
+
     def publish_master(self) -> None:
         """Write the master's values into its range of the flat buffer, in the forward dtype."""
         if not self.aliased:
-            self.flat[slice(*self.master_range)].copy_(self.master)
+            self.master_copy.copy_(self.master)
 
     def master_shard(self) -> Tensor:
         """This rank's shard of the master, ``[shard_numel]``, also at stage 0."""

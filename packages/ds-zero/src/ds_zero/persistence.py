@@ -32,6 +32,7 @@ from ds_zero.checkpoint import (
 from ds_zero.core import ZeroCore
 from ds_zero.export import persistent_buffers
 from ds_zero.optim.base import OptimizedRun
+from ds_zero.optim.flat import family_of
 
 if TYPE_CHECKING:
     from ds_zero.engine import Engine
@@ -137,6 +138,7 @@ def _manifest(engine: Engine, *, exclude_frozen: bool) -> Manifest:
         data=loader.state_dict() if loader is not None else None,
         optimizer=_describe_optimizer(core),
         excluded=tuple(i.name for i in params if exclude_frozen and not i.trainable),
+        state_shapes=optimizer.state_shapes() if optimizer is not None else {},
     )
 
 
@@ -169,7 +171,11 @@ def _describe_optimizer(core: ZeroCore) -> dict[str, Any] | None:
         {key: _plain(value) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
-    return {"type": type(optimizer).__name__, "param_groups": groups}
+    return {
+        "type": type(optimizer).__name__,
+        "family": family_of(optimizer),
+        "param_groups": groups,
+    }
 
 
 def _plain(value: Any) -> Any:
@@ -277,14 +283,11 @@ def _load_optimizer(core: ZeroCore, checkpoint: Checkpoint | None) -> None:
 
 def _check_family(optimizer: torch.optim.Optimizer, manifest: Manifest) -> None:
     """Refuse the states of an optimiser of another kind."""
-
-    def family(name: str) -> str:
-        return name.removeprefix("Flat").lower().removesuffix("w")
-
     if not isinstance(manifest.optimizer, dict):
         return
     stored, present = str(manifest.optimizer.get("type")), type(optimizer).__name__
-    if family(stored) != family(present):
+    # Checkpoints of the first version name no family.
+    if manifest.optimizer.get("family", family_of(stored)) != family_of(optimizer):
         raise CheckpointError(
             f"the checkpoint holds states of {stored}, but the engine trains with {present}; load "
             "it with load_optimizer_states=False to start the optimiser anew"

@@ -57,7 +57,11 @@ def _core(model: nn.Module, stage: int, **options: Any) -> tuple[ZeroCore, Recor
     chosen = CoreOptions(**{"stage": stage, "rules": UnitRules(persistence_numel=0), **options})
     core = ZeroCore(model, [params], log, chosen)
     core.optimizer = attach_optimizer(
-        FlatSGD(params, lr=0.1), core.optimized_runs(), sharded=stage > 0, allow_untested=False
+        FlatSGD(params, lr=0.1),
+        core.optimized_runs(),
+        log,
+        sharded=stage > 0,
+        allow_untested=False,
     )
     log.calls.clear()
     return core, log

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from ds_zero.optim.adam import FlatAdam
 from ds_zero.optim.adapter import TorchAdapter
-from ds_zero.optim.base import OptimizedRun, ShardOptimizer, StateRange, StateSource
+from ds_zero.optim.base import (
+    OptimizedRun,
+    ShardOptimizer,
+    StateRange,
+    StateSource,
+    StepGradients,
+)
 from ds_zero.optim.flat import FlatOptimizer
 from ds_zero.optim.sgd import FlatSGD
 from ds_zero.optim.table import attach_optimizer, optimizer_from_config
@@ -17,6 +23,7 @@ __all__ = [
     "ShardOptimizer",
     "StateRange",
     "StateSource",
+    "StepGradients",
     "TorchAdapter",
     "attach_optimizer",
     "optimizer_from_config",

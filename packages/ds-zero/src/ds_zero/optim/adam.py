@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
 from ds_comm.errors import ConfigError
-from ds_zero.optim.flat import FlatOptimizer, Segment
+from ds_zero.optim.flat import FlatOptimizer, Segment, Stretch, scaled
 
-__all__ = ["FlatAdam"]
+__all__ = ["FlatAdam", "adam_stretch"]
 
 _LATE = 1e30
 """A step count whose bias corrections are exactly 1."""
@@ -22,7 +21,7 @@ _LATE = 1e30
 class FlatAdam(FlatOptimizer):
     """Adam with decoupled (AdamW) or L2 weight decay."""
 
-    state_kinds = ("exp_avg", "exp_avg_sq")
+    family = "adam"
 
     def __init__(
         self,
@@ -65,30 +64,38 @@ class FlatAdam(FlatOptimizer):
         }
         super().__init__(params, defaults)
 
-    def _update_segments(
-        self,
-        group: dict[str, Any],
-        step: int,
-        segments: Sequence[Segment],
-        grads: Sequence[Tensor | None],
+    def state_kinds(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """See :meth:`FlatOptimizer.state_kinds`."""
+        return ("exp_avg", "exp_avg_sq")
+
+    def update_stretch(
+        self, group: Mapping[str, Any], segment: Segment, stretch: Stretch, grad_scale: float
     ) -> None:
-        if not segments:
-            return
-        count = float(step) if group["bias_correction"] else _LATE
-        update = adamw if group["adam_w_mode"] else adam
-        update(
-            self._masters(segments),
-            self._gradients(segments, grads),
-            self._tensors(segments, "exp_avg"),
-            self._tensors(segments, "exp_avg_sq"),
-            [],
-            [torch.tensor(count) for _ in segments],
-            fused=True,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=float(group["lr"]),
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        """See :meth:`FlatOptimizer.update_stretch`."""
+        adam_stretch(group, segment, stretch, grad_scale)
+
+
+def adam_stretch(
+    group: Mapping[str, Any], segment: Segment, stretch: Stretch, grad_scale: float
+) -> None:
+    """Adam on one stretch with states ``exp_avg`` and ``exp_avg_sq``."""
+    count = float(segment.step) if group["bias_correction"] else _LATE
+    update = adamw if group["adam_w_mode"] else adam
+    update(
+        [stretch.param],
+        [scaled(stretch.grad, grad_scale, stretch.param.dtype)],
+        [stretch.states["exp_avg"]],
+        [stretch.states["exp_avg_sq"]],
+        [],
+        [torch.tensor(count)],
+        fused=True,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=float(group["lr"]),
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+    if stretch.copy is not None:
+        stretch.copy.copy_(stretch.param)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from ds_comm.errors import CheckpointError, EngineError
 from ds_zero.layout import Piece
-from ds_zero.optim.base import OptimizedRun, StateRange, StateSource
+from ds_zero.optim.base import OptimizedRun, StateRange, StateSource, StepGradients
+from ds_zero.optim.flat import scaled
 
 __all__ = ["TorchAdapter"]
 
@@ -54,12 +55,15 @@ class TorchAdapter:
                 "live in the engine's shards. Call engine.step()."
             )
 
-    def update(self, grads: Sequence[Tensor | None], used: Sequence[Tensor]) -> None:
+    def update(self, gradients: StepGradients) -> None:
         """See :meth:`ds_zero.optim.base.ShardOptimizer.update`."""
         lists: list[list[nn.Parameter]] = [[] for _ in self.optimizer.param_groups]
-        for run, pieces, grad, mask in zip(self._runs, self._pieces, grads, used, strict=True):
+        columns = zip(self._runs, self._pieces, gradients.grads, gradients.used, strict=True)
+        for run, pieces, grad, used in columns:
+            if grad is not None:
+                grad = scaled(grad, gradients.scale, run.master.dtype)
             for (piece, param), slot in zip(pieces, run.slots_of_pieces(), strict=True):
-                if grad is not None and bool(mask[slot]):
+                if grad is not None and used[slot]:
                     part = grad[piece.shard_start : piece.shard_start + piece.numel]
                     param.grad = part.view(param.shape)
                 lists[piece.spec.group].append(param)
@@ -75,6 +79,9 @@ class TorchAdapter:
                 group["params"] = params
             for param in (param for params in lists for param in params):
                 param.grad = None
+        for run in self._runs:
+            if run.copy is not None:
+                run.copy.copy_(run.master)
 
     def state_ranges(self) -> Iterator[StateRange]:
         """See :meth:`ds_zero.optim.base.ShardOptimizer.state_ranges`.
@@ -113,6 +120,10 @@ class TorchAdapter:
                 elif isinstance(value, int | float):
                     found.setdefault(piece.spec.name, {})[kind] = float(value)
         return found
+
+    def state_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        """See :meth:`ds_zero.optim.base.ShardOptimizer.state_shapes`."""
+        return {}
 
     def load(self, source: StateSource) -> None:
         """See :meth:`ds_zero.optim.base.ShardOptimizer.load`."""

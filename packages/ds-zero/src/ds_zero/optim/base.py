@@ -19,7 +19,7 @@ from torch import Tensor
 from ds_zero.flat import FlatRun
 from ds_zero.layout import Piece
 
-__all__ = ["OptimizedRun", "ShardOptimizer", "StateRange", "StateSource"]
+__all__ = ["OptimizedRun", "ShardOptimizer", "StateRange", "StateSource", "StepGradients"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class OptimizedRun:
     """The part of a trainable run that this rank's optimiser updates."""
 
     run: FlatRun
+    copy: Tensor | None = None
+    """1-D, as long as the master: where updated values go too, in the compute dtype."""
 
     @property
     def master(self) -> Tensor:
@@ -87,6 +89,20 @@ class StateSource(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class StepGradients:
+    """What one optimiser step works from; the same step on every rank."""
+
+    grads: Sequence[Tensor | None]
+    """For each run the gradient of its master range, in any float dtype, or None.  They may be
+    used as working space."""
+    used: Sequence[Sequence[bool]]
+    """For each run, for each of its slots: did any rank use the parameter?  Others are left
+    alone."""
+    scale: float = 1.0
+    """Factor by which gradients are multiplied (clipping, loss scale)."""
+
+
 class ShardOptimizer(Protocol):
     """An optimiser that updates this rank's masters."""
 
@@ -95,12 +111,10 @@ class ShardOptimizer(Protocol):
         """The object whose ``param_groups`` hold the hyper-parameters."""
         ...
 
-    def update(self, grads: Sequence[Tensor | None], used: Sequence[Tensor]) -> None:
-        """Apply one step.  Not collective.
+    def update(self, gradients: StepGradients) -> None:
+        """Apply one step to the masters, and write what changed to each run's ``copy``.
 
-        Args:
-            grads: For each run the fp32 gradient of its master range, or None.
-            used: For each run a bool mask over its slots; unused parameters are left alone.
+        Collective where an algorithm needs whole parameters; all ranks call it.
         """
         ...
 
@@ -110,6 +124,10 @@ class ShardOptimizer(Protocol):
 
     def scalars(self) -> dict[str, dict[str, float]]:
         """Scalar states of each parameter of which this rank holds a piece."""
+        ...
+
+    def state_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        """Shapes of states that are shaped unlike their parameter: name -> kind -> shape."""
         ...
 
     def load(self, source: StateSource) -> None:

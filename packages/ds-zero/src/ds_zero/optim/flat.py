@@ -1,182 +1,386 @@
-"""Optimisers that run on long flat segments instead of one tensor per parameter."""
+"""Optimisers that run on long flat segments instead of one tensor per parameter.
+
+[Note: rooms]
+The part of a master that belongs to one parameter group is contiguous, since runs are ordered by
+group.  Such a *room* has the states that its group needs and no others.  In a step, neighbouring
+parameters of a room that have the same history are updated as one *stretch*.  A stretch ends on a
+whole vector, inside of the padding, which is zero and stays zero: no element is updated by a
+kernel's scalar tail, whose rounding may differ, so the result does not depend on where shards are
+cut.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ds_comm.collectives import Collectives
 from ds_comm.errors import EngineError
 from ds_zero.layout import VECTOR_NUMEL, Piece
 from ds_zero.memory import flat_buffer
-from ds_zero.optim.base import OptimizedRun, StateRange, StateSource
+from ds_zero.optim.base import OptimizedRun, StateRange, StateSource, StepGradients
 
-__all__ = ["FlatOptimizer", "Segment"]
+__all__ = ["FlatOptimizer", "Room", "Segment", "Stretch", "family_of", "scaled"]
+
+
+class Stretch(NamedTuple):
+    """What one call of a kernel updates; all tensors are 1-D."""
+
+    param: Tensor
+    grad: Tensor
+    """Any float dtype; may be used as working space."""
+    states: Mapping[str, Tensor]
+    """By name; equally long, unless the optimiser says otherwise."""
+    copy: Tensor | None
+    """Where the updated values go too, in the compute dtype."""
 
 
 class Segment(NamedTuple):
-    """A stretch of one master whose parameters share their group and step count."""
+    """A stretch of a room, in elements of its master."""
 
-    run: int
-    """Index of the run."""
     start: int
     stop: int
     step: int
     """Updates applied before this one."""
+    fresh: bool
+    """Whether no update has written the states yet."""
+
+
+@dataclass
+class Room:
+    """What one parameter group has of one master; see [Note: rooms]."""
+
+    run: int
+    """Index of the run."""
+    group: int
+    """Index of the parameter group."""
+    start: int
+    """First element, counted in the master."""
+    stop: int
+    """One past the last element; a whole number of vectors after ``start``."""
+    pieces: tuple[Piece, ...]
+    slots: tuple[int, ...]
+    """For each piece the index of its slot in the run."""
+    states: dict[str, Tensor] = field(default_factory=dict)
+    fresh: set[str] = field(default_factory=set)
+    """Parameters whose states hold nothing but their initial values."""
 
 
 class FlatOptimizer(torch.optim.Optimizer):
     """Base of the optimisers on flat segments.  See [Note: sharded optimisers] in ``base``.
 
-    ``param_groups`` list the model's parameters, as in any torch optimiser; the states are flat
-    tensors per run, and step counts are kept per parameter.
+    ``param_groups`` list the model's parameters, as in any torch optimiser.  Before an engine takes
+    it over it is one: ``step()`` updates the parameters from their ``grad``, with states of their
+    shape in ``state``.  Afterwards the states are flat tensors per room, and step counts are kept
+    per parameter.
     """
 
-    state_kinds: tuple[str, ...] = ()
-    """Names of the state tensors."""
+    family: str = ""
+    """Optimisers of one family can load each other's states from a checkpoint."""
+    granularity: int = VECTOR_NUMEL
+    """Parameters start, and shards are cut, at multiples of this many elements."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         """Register parameter groups, as ``torch.optim.Optimizer`` does."""
         super().__init__(params, defaults)
-        self._runs: tuple[OptimizedRun, ...] = ()
-        self._states: list[dict[str, Tensor]] = []
+        self._runs: tuple[OptimizedRun, ...] | None = None
+        self._collectives: Collectives | None = None
+        self._rooms: tuple[Room, ...] = ()
         self._steps: dict[str, int] = {}
-        self._pending: tuple[Sequence[Tensor | None], Sequence[Tensor]] | None = None
+        self._pending: StepGradients | None = None
+        self._state_dtype: torch.dtype | None = None
+
+    # ---- what an optimiser is made of --------------------------------------------------------
+
+    @abstractmethod
+    def state_kinds(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of the states that parameters of ``group`` need with its present values."""
+
+    def update_stretch(
+        self, group: Mapping[str, Any], segment: Segment, stretch: Stretch, grad_scale: float
+    ) -> None:
+        """Update one stretch in place.
+
+        Args:
+            group: The hyper-parameters.
+            segment: Its history.
+            stretch: Parameters, gradients and states.
+            grad_scale: Factor by which gradients are multiplied first.
+        """
+        raise NotImplementedError
+
+    def new_state(self, kind: str, numel: int, like: Tensor) -> Tensor:
+        """Allocate the state ``kind`` of ``numel`` elements, beside ``like``."""
+        return flat_buffer(numel, self._state_dtype or like.dtype, like.device).tensor
+
+    def state_range(self, states: Mapping[str, Tensor], kind: str, start: int, stop: int) -> Tensor:
+        """Elements ``start`` to ``stop`` of a state, counted in its room."""
+        return states[kind][start:stop]
+
+    # ---- step --------------------------------------------------------------------------------
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """This object."""
         return self
 
-    def attach(self, runs: Sequence[OptimizedRun]) -> None:
-        """Take over the masters of ``runs``; states begin at zero."""
-        self._runs = tuple(runs)
-        self._states = [
-            {
-                kind: flat_buffer(r.master.numel(), r.master.dtype, r.master.device).tensor
-                for kind in self.state_kinds
-            }
-            for r in runs
-        ]
-        self._steps = {piece.spec.name: 0 for r in runs for piece in r.pieces()}
+    def attach(
+        self,
+        runs: Sequence[OptimizedRun],
+        collectives: Collectives,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Take over the masters of ``runs``; states begin at their initial values.
 
-    def update(self, grads: Sequence[Tensor | None], used: Sequence[Tensor]) -> None:
+        Args:
+            runs: The masters that it will update.
+            collectives: Of the ranks that hold the other shards.
+            state_dtype: Dtype of the states; that of the masters by default.
+        """
+        self._runs = tuple(runs)
+        self._collectives = collectives
+        self._state_dtype = state_dtype
+        self.state.clear()
+        self._rooms = tuple(
+            room for index, run in enumerate(runs) for room in _rooms(index, run, self.granularity)
+        )
+        self._steps = {piece.spec.name: 0 for room in self._rooms for piece in room.pieces}
+        for room in self._rooms:
+            self._complete(room)
+
+    def _complete(self, room: Room) -> None:
+        """Give a room the states that its group needs now and that it has not."""
+        missing = [
+            k for k in self.state_kinds(self.param_groups[room.group]) if k not in room.states
+        ]
+        for kind in missing:
+            master = self._run(room).master
+            room.states[kind] = self.new_state(kind, room.stop - room.start, master)
+        if missing:
+            room.fresh = {piece.spec.name for piece in room.pieces}
+
+    def _run(self, room: Room) -> OptimizedRun:
+        assert self._runs is not None
+        return self._runs[room.run]
+
+    def update(self, gradients: StepGradients) -> None:
         """See :meth:`ds_zero.optim.base.ShardOptimizer.update`."""
-        self._pending = (grads, used)
+        self._pending = gradients
         self.step()
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Apply the gradients that the engine handed over.
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Apply the gradients.
+
+        Args:
+            closure: Evaluates the model anew and returns the loss, as in any torch optimiser; not
+                under an engine.
+
+        Returns:
+            What ``closure`` returned.
 
         Raises:
-            EngineError: Called by anyone but the engine; use ``engine.step()``.
+            EngineError: An engine has taken the optimiser over; use ``engine.step()``.
         """
+        if self._runs is None:
+            return self._step_alone(closure)
         if self._pending is None:
             raise EngineError(
                 f"{type(self).__name__}.step() has no gradients: they live in the engine's "
                 "shards. Call engine.step()."
             )
-        grads, used = self._pending
-        self._pending = None
-        for index, group in enumerate(self.param_groups):
-            by_step: dict[int, list[Segment]] = {}
-            for segment in self._segments(index, used):
-                by_step.setdefault(segment.step, []).append(segment)
-            for step, segments in by_step.items():
-                live = [s for s in segments if grads[s.run] is not None]
-                self._update_segments(group, step, live, grads)
-        for run, mask in zip(self._runs, used, strict=True):
-            for piece, slot in zip(run.pieces(), run.slots_of_pieces(), strict=True):
-                self._steps[piece.spec.name] += bool(mask[slot])
+        gradients, self._pending = self._pending, None
+        with torch.no_grad():
+            self.apply(gradients)
+        for room in self._rooms:
+            for name in self._used(room, gradients):
+                self._steps[name] += 1
+                room.fresh.discard(name)
+        return None
 
-    def _segments(self, group: int, used: Sequence[Tensor]) -> Iterator[Segment]:
-        """Join neighbouring used pieces of one group that have the same step count."""
-        for index, run in enumerate(self._runs):
-            current: Segment | None = None
-            mask = used[index].tolist()
-            for piece, slot in zip(run.pieces(), run.slots_of_pieces(), strict=True):
-                wanted = piece.spec.group == group and mask[slot]
-                step = self._steps[piece.spec.name]
-                # Padding is zero and stays zero.  Ending on a whole vector means that no element
-                # is updated by a kernel's scalar tail, whose rounding may differ: so the result
-                # does not depend on where shards are cut.
-                stop = -(-(piece.shard_start + piece.numel) // VECTOR_NUMEL) * VECTOR_NUMEL
-                if wanted and current is not None and current.step == step:
-                    current = current._replace(stop=stop)
-                    continue
-                if current is not None:
-                    yield current
-                current = Segment(index, piece.shard_start, stop, step) if wanted else None
+    def apply(self, gradients: StepGradients) -> None:
+        """Update all rooms; element by element unless a subclass says otherwise."""
+        for room in self._rooms:
+            group = self.param_groups[room.group]
+            for segment, stretch in self.stretches(room, gradients):
+                self.update_stretch(group, segment, stretch, gradients.scale)
+
+    def stretches(self, room: Room, gradients: StepGradients) -> Iterator[tuple[Segment, Stretch]]:
+        """The stretches of ``room`` that have a gradient."""
+        grad = gradients.grads[room.run]
+        if grad is None:
+            return
+        self._complete(room)
+        run = self._run(room)
+        for segment in self._segments(room, gradients.used[room.run]):
+            start, stop = segment.start, segment.stop
+            inside = start - room.start, stop - room.start
+            yield (
+                segment,
+                Stretch(
+                    run.master[start:stop],
+                    grad[start:stop],
+                    {kind: self.state_range(room.states, kind, *inside) for kind in room.states},
+                    run.copy[start:stop] if run.copy is not None else None,
+                ),
+            )
+
+    def _segments(self, room: Room, used: Sequence[bool]) -> Iterator[Segment]:
+        """Join neighbouring used pieces that have the same history."""
+        current: Segment | None = None
+        for piece, slot in zip(room.pieces, room.slots, strict=True):
+            stop = _round_up(piece.shard_start + piece.numel, self.granularity)
+            name = piece.spec.name
+            history = (self._steps[name], name in room.fresh) if used[slot] else None
+            if current is not None and history == current[2:]:
+                current = current._replace(stop=stop)
+                continue
             if current is not None:
                 yield current
-
-    def add_state(self, kind: str, run: int) -> bool:
-        """Give one run a state of zeros if it has none of that kind.
-
-        Returns:
-            Whether it was added now.
-        """
-        if kind in self._states[run]:
-            return False
-        master = self._runs[run].master
-        self._states[run][kind] = flat_buffer(master.numel(), master.dtype, master.device).tensor
-        return True
-
-    def _tensors(self, segments: Sequence[Segment], kind: str) -> list[Tensor]:
-        return [self._states[s.run][kind][s.start : s.stop] for s in segments]
-
-    def _masters(self, segments: Sequence[Segment]) -> list[Tensor]:
-        return [self._runs[s.run].master[s.start : s.stop] for s in segments]
+            current = Segment(piece.shard_start, stop, *history) if history is not None else None
+        if current is not None:
+            yield current
 
     @staticmethod
-    def _gradients(segments: Sequence[Segment], grads: Sequence[Tensor | None]) -> list[Tensor]:
-        found = [grads[s.run] for s in segments]
-        return [g[s.start : s.stop] for g, s in zip(found, segments, strict=True) if g is not None]
+    def _used(room: Room, gradients: StepGradients) -> Iterator[str]:
+        if gradients.grads[room.run] is None:
+            return
+        mask = gradients.used[room.run]
+        for piece, slot in zip(room.pieces, room.slots, strict=True):
+            if mask[slot]:
+                yield piece.spec.name
 
-    @abstractmethod
-    def _update_segments(
-        self,
-        group: dict[str, Any],
-        step: int,
-        segments: Sequence[Segment],
-        grads: Sequence[Tensor | None],
-    ) -> None:
-        """Update ``segments``, which all have had ``step`` updates, in place."""
+    # ---- without an engine -------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _step_alone(self, closure: Callable[[], Any] | None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and param.numel():
+                    self.update_alone(group, param)
+        return loss
+
+    def update_alone(self, group: Mapping[str, Any], param: nn.Parameter) -> None:
+        """Update a whole parameter from its ``grad``, with states in ``self.state``."""
+        segment, stretch = self.stretch_alone(group, param)
+        self.update_stretch(group, segment, stretch, 1.0)
+        self.finish_alone(param, stretch)
+
+    def stretch_alone(
+        self, group: Mapping[str, Any], param: nn.Parameter
+    ) -> tuple[Segment, Stretch]:
+        """A whole parameter as a stretch; its states are made if it has none."""
+        state = self.state[param]
+        missing = [kind for kind in self.state_kinds(group) if kind not in state]
+        for kind in missing:
+            state[kind] = self.new_state(kind, param.numel(), param).view(param.shape)
+        segment = Segment(0, param.numel(), int(state.get("step", 0)), bool(missing))
+        assert param.grad is not None
+        grad = param.grad.to_dense() if param.grad.is_sparse else param.grad
+        states = {kind: state[kind].view(-1) for kind in state if kind != "step"}
+        # A copy of the gradient: it may be used as working space.
+        copied = grad.detach().clone(memory_format=torch.contiguous_format).view(-1)
+        flat = param.detach().contiguous().view(-1)
+        return segment, Stretch(flat, copied, states, None)
+
+    def finish_alone(self, param: nn.Parameter, stretch: Stretch) -> None:
+        """Bring a stretch's values to its parameter and count the step."""
+        if stretch.param.data_ptr() != param.data_ptr():
+            param.copy_(stretch.param.view(param.shape))
+        else:
+            torch.autograd.graph.increment_version(param)
+        state = self.state[param]
+        state["step"] = torch.tensor(float(state.get("step", 0)) + 1)
 
     # ---- checkpoints -------------------------------------------------------------------------
 
     def state_ranges(self) -> Iterator[StateRange]:
         """See :meth:`ds_zero.optim.base.ShardOptimizer.state_ranges`."""
-        for run, states in zip(self._runs, self._states, strict=True):
-            for piece in run.stored_pieces():
-                if self._steps.get(piece.spec.name):
-                    for kind, values in states.items():
-                        data = values[piece.shard_start : piece.shard_start + piece.numel]
+        for room in self._rooms:
+            for piece in self._run(room).stored_pieces():
+                if piece.spec.group == room.group and self._steps.get(piece.spec.name):
+                    begin = piece.shard_start - room.start
+                    for kind in self.stored_kinds(room):
+                        data = self.export_state(room, kind, begin, begin + piece.numel)
                         yield StateRange(kind, piece.spec.name, piece.param_start, data)
+
+    def stored_kinds(self, room: Room) -> tuple[str, ...]:
+        """Names under which the states of ``room`` are stored."""
+        return tuple(room.states)
+
+    def export_state(self, room: Room, kind: str, start: int, stop: int) -> Tensor:
+        """Values of a stored state, counted in the room, 1-D."""
+        return room.states[kind][start:stop]
+
+    def import_state(self, room: Room, kind: str, start: int, values: Tensor) -> None:
+        """Replace values (1-D) of a stored state from ``start`` on, counted in the room."""
+        room.states[kind][start : start + values.numel()].copy_(values)
 
     def scalars(self) -> dict[str, dict[str, float]]:
         """See :meth:`ds_zero.optim.base.ShardOptimizer.scalars`."""
         return {name: {"step": step} for name, step in self._steps.items() if step}
 
+    def state_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        """See :meth:`ds_zero.optim.base.ShardOptimizer.state_shapes`."""
+        return {}
+
     def load(self, source: StateSource) -> None:
         """See :meth:`ds_zero.optim.base.ShardOptimizer.load`."""
-        for index, run in enumerate(self._runs):
-            for piece in run.pieces():
-                self._load_piece(index, piece, source)
+        for room in self._rooms:
+            self._complete(room)
+            for piece in room.pieces:
+                self._load_piece(room, piece, source)
 
-    def _load_piece(self, run: int, piece: Piece, source: StateSource) -> None:
-        states = self._states[run]
+    def _load_piece(self, room: Room, piece: Piece, source: StateSource) -> None:
         name = piece.spec.name
         stored = source.kinds(name)
         self._steps[name] = int(source.scalars(name).get("step", 0))
-        for kind in stored - states.keys():
-            self.add_state(kind, run)
-        for kind, values in states.items():
-            out = values[piece.shard_start : piece.shard_start + piece.numel]
+        master = self._run(room).master
+        for kind in self.stored_kinds(room):
+            values = torch.zeros(piece.numel, dtype=master.dtype, device=master.device)
             if kind in stored:
-                source.read(kind, name, piece.param_start, out)
-            else:
-                out.zero_()
+                source.read(kind, name, piece.param_start, values)
+            self.import_state(room, kind, piece.shard_start - room.start, values)
+        if stored.issuperset(self.stored_kinds(room)):
+            room.fresh.discard(name)
+        else:
+            room.fresh.add(name)
+
+
+def family_of(optimizer: torch.optim.Optimizer | str) -> str:
+    """Name of the optimisers that can load this one's states; takes the name of a class too."""
+    if isinstance(optimizer, FlatOptimizer):
+        return optimizer.family
+    name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__
+    return name.removeprefix("Flat").lower().removesuffix("w")
+
+
+def _rooms(index: int, run: OptimizedRun, granularity: int) -> Iterator[Room]:
+    """Cut the master of run number ``index`` by parameter group."""
+    found: dict[int, tuple[list[Piece], list[int]]] = {}
+    for piece, slot in zip(run.pieces(), run.slots_of_pieces(), strict=True):
+        pieces, slots = found.setdefault(piece.spec.group, ([], []))
+        pieces.append(piece)
+        slots.append(slot)
+    for group, (pieces, slots) in found.items():
+        last = pieces[-1]
+        stop = _round_up(last.shard_start + last.numel, granularity)
+        yield Room(index, group, pieces[0].shard_start, stop, tuple(pieces), tuple(slots))
+
+
+def scaled(grad: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """``grad`` times ``scale`` in ``dtype``, in place where it has that dtype already."""
+    grad = grad.to(dtype)
+    return grad.mul_(scale) if scale != 1.0 else grad
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
 from ds_comm.errors import ConfigError
-from ds_zero.optim.flat import FlatOptimizer, Segment
+from ds_zero.optim.flat import FlatOptimizer, Segment, Stretch, scaled
 
 __all__ = ["FlatSGD"]
 
@@ -16,7 +14,7 @@ __all__ = ["FlatSGD"]
 class FlatSGD(FlatOptimizer):
     """SGD with optional momentum, dampening, Nesterov momentum and L2 decay."""
 
-    state_kinds: tuple[str, ...] = ("momentum_buffer",)
+    family = "sgd"
 
     def __init__(
         self,
@@ -54,30 +52,26 @@ class FlatSGD(FlatOptimizer):
             "nesterov": nesterov,
         }
         super().__init__(params, defaults)
-        # Without momentum no velocity is kept; a schedule may switch it on later.
-        if not any(group["momentum"] for group in self.param_groups):
-            self.state_kinds = ()
 
-    def _update_segments(
-        self,
-        group: dict[str, Any],
-        step: int,
-        segments: Sequence[Segment],
-        grads: Sequence[Tensor | None],
+    def state_kinds(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """See :meth:`FlatOptimizer.state_kinds`; a schedule may switch momentum on later."""
+        return ("momentum_buffer",) if group["momentum"] else ()
+
+    def update_stretch(
+        self, group: Mapping[str, Any], segment: Segment, stretch: Stretch, grad_scale: float
     ) -> None:
-        momentum, lr = group["momentum"], float(group["lr"])
-        masters = self._masters(segments)
-        for index, (master, grad) in enumerate(
-            zip(masters, self._gradients(segments, grads), strict=True)
-        ):
-            if group["weight_decay"]:
-                grad = grad.add(master, alpha=group["weight_decay"])
-            if momentum:
-                new = self.add_state("momentum_buffer", segments[index].run)
-                velocity = self._tensors(segments, "momentum_buffer")[index]
-                if step == 0 or new:
-                    velocity.copy_(grad)
-                else:
-                    velocity.mul_(momentum).add_(grad, alpha=1 - group["dampening"])
-                grad = grad.add(velocity, alpha=momentum) if group["nesterov"] else velocity
-            master.add_(grad, alpha=-lr)
+        """See :meth:`FlatOptimizer.update_stretch`."""
+        param = stretch.param
+        grad = scaled(stretch.grad, grad_scale, param.dtype)
+        if group["weight_decay"]:
+            grad.add_(param, alpha=group["weight_decay"])
+        if group["momentum"]:
+            velocity = stretch.states["momentum_buffer"]
+            if segment.fresh:
+                velocity.copy_(grad)
+            else:
+                velocity.mul_(group["momentum"]).add_(grad, alpha=1 - group["dampening"])
+            grad = grad.add_(velocity, alpha=group["momentum"]) if group["nesterov"] else velocity
+        param.add_(grad, alpha=-float(group["lr"]))
+        if stretch.copy is not None:
+            stretch.copy.copy_(param)

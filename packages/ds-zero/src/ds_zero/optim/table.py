@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ds_comm.collectives import Collectives
 from ds_comm.errors import ConfigError
 from ds_zero.optim.adam import FlatAdam
 from ds_zero.optim.adapter import TorchAdapter
@@ -124,6 +125,7 @@ def _torch_class(name: str) -> Callable[..., torch.optim.Optimizer]:
 def attach_optimizer(
     optimizer: torch.optim.Optimizer,
     runs: Sequence[OptimizedRun],
+    collectives: Collectives,
     *,
     sharded: bool,
     allow_untested: bool,
@@ -133,6 +135,7 @@ def attach_optimizer(
     Args:
         optimizer: Built on parameters of the model.
         runs: The masters of this rank.
+        collectives: Of the ranks that hold the other shards.
         sharded: Whether a master may hold a part of a parameter (stages 1 to 3).
         allow_untested: ``zero_allow_untested_optimizer``: trust unknown classes.
 
@@ -140,7 +143,7 @@ def attach_optimizer(
         ConfigError: The optimiser needs whole parameters, or is unknown.
     """
     if isinstance(optimizer, FlatOptimizer):
-        optimizer.attach(runs)
+        optimizer.attach(runs, collectives)
         return optimizer
     kind = type(optimizer)
     tested = kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENT_WISE
