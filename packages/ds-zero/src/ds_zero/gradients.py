@@ -3,9 +3,10 @@
 [Note: one door]
 Every gradient enters through :meth:`GradientFlow.accumulate`: one pass that copies it into the
 unit's flat buffer, converts its dtype and applies ``1 / (accumulation * world)``; then
-``param.grad`` is dropped.  A flat buffer of *local* gradients is reduced as a whole, in place,
-into the *reduced* shard.  Stages 0 and 1 keep the local buffer until the accumulation boundary;
-stages 2 and 3 reduce after every micro-step and return it to a pool.
+``param.grad`` is dropped.  A flat buffer of *local* gradients is reduced as a whole into the
+*reduced* shard.  Stages 0 and 1 keep the local buffer until the accumulation boundary, and the
+reduced shard is its own range of it where dtypes agree; stages 2 and 3 reduce after every
+micro-step, return the local buffer to a pool, and give the shard's memory back after the step.
 
 [Note: order of reductions]
 Within a backward every unit is reduced exactly once, in an order that is the same on all ranks:
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 
 from ds_comm.collectives import Collectives, Work
 from ds_zero.flat import FlatRun, Unit
-from ds_zero.memory import flat_buffer
+from ds_zero.memory import FlatBuffer, flat_buffer
 from ds_zero.stages import Extent, Stage
 from ds_zero.trace import Trace
 
@@ -51,12 +52,14 @@ class RunGradients:
     """Slots that received a gradient since the last step."""
     reduced: Tensor | None = None
     """Reduced gradients: this rank's shard in fp32, or at stage 0 the whole run."""
+    shard: FlatBuffer | None = None
+    """The memory of ``reduced`` where it is not a range of ``local``."""
     has_reduced: bool = False
     """Whether ``reduced`` holds values of the current window."""
     flying: bool = False
     """Whether ``local`` is being reduced and must not be touched."""
     carry: Tensor | None = None
-    """Stage 0: what earlier backwards of the window reduced."""
+    """What earlier backwards of the window reduced, where ``reduced`` is a range of ``local``."""
 
 
 class BufferPool:
@@ -214,8 +217,8 @@ class GradientFlow:
         return self._accumulation_dtype
 
     def _stash(self, gradients: RunGradients) -> None:
-        """Stage 0: put reduced values aside before their buffer takes local ones again."""
-        if self._stage.optimizer is Extent.FULL and gradients.reduced is not None:
+        """Put reduced values aside before the buffer that they are in takes local ones again."""
+        if gradients.shard is None and gradients.reduced is not None:
             gradients.carry = gradients.reduced.to(gradients.run.master.dtype, copy=True)
             gradients.has_reduced = False
 
@@ -262,9 +265,10 @@ class GradientFlow:
                 local[start:stop].zero_()
             gradients.seen.clear()
             wire = local if self._wire_dtype in (None, local.dtype) else local.to(self._wire_dtype)
-            if self._stage.optimizer is Extent.FULL:
+            whole = self._stage.optimizer is Extent.FULL
+            if whole or self._reduces_in_place(gradients, wire):
                 out = wire[slice(*gradients.run.layout.shard_range(gradients.run.shard))]
-                gradients.reduced = wire
+                gradients.reduced = wire if whole else out
                 accumulate = False
             else:
                 out = self._shard(gradients)
@@ -274,13 +278,21 @@ class GradientFlow:
             gradients.has_reduced = gradients.flying = True
             self._flight.append((gradients, work))
 
+    def _reduces_in_place(self, gradients: RunGradients, wire: Tensor) -> bool:
+        """Whether the reduced shard can be this rank's own range of the local buffer."""
+        kept = self._stage.gradients is Extent.FULL and wire is gradients.local
+        return kept and wire.dtype == gradients.run.master.dtype and gradients.shard is None
+
     def _shard(self, gradients: RunGradients) -> Tensor:
-        if gradients.reduced is None:
-            gradients.reduced = flat_buffer(
+        """The run's buffer of reduced gradients, inflated."""
+        if gradients.shard is None:
+            gradients.shard = flat_buffer(
                 gradients.run.layout.shard_numel,
                 gradients.run.master.dtype,
                 gradients.run.flat.device,
-            ).tensor
+            )
+        gradients.shard.inflate()
+        gradients.reduced = gradients.shard.tensor
         return gradients.reduced
 
     def _land(self) -> None:
@@ -294,20 +306,22 @@ class GradientFlow:
 
     def drain(self) -> None:
         """Wait for all reductions in flight; at stage 0 also bring the sums to every rank."""
+        whole = self._stage.optimizer is Extent.FULL
         landed = []
         gathers = []
         while self._flight:
             gradients = self._flight[0][0]
             self._land()
-            if self._stage.optimizer is Extent.FULL and gradients.reduced is not None:
+            landed.append(gradients)
+            if whole and gradients.reduced is not None:
                 name = gradients.run.layout.name
                 gathers.append(self._collectives.gather(gradients.reduced, name))
-                landed.append(gradients)
         for gather in gathers:
             gather.wait()
         for gradients in landed:
             if gradients.carry is not None and gradients.reduced is not None:
-                gradients.reduced = gradients.carry.add_(gradients.reduced)
+                total = gradients.carry.add_(gradients.reduced)
+                gradients.reduced = total if whole else gradients.reduced.copy_(total)
                 gradients.carry = None
 
     # ---- around the step ---------------------------------------------------------------------
@@ -341,6 +355,8 @@ class GradientFlow:
             if self._stage.gradients is Extent.SHARD and gradients.local is not None:
                 self._pool.give(gradients.local)
                 gradients.local = None
+            if self._stage.gradients is Extent.SHARD and gradients.shard is not None:
+                gradients.shard.deflate()
             gradients.seen.clear()
             gradients.used.clear()
             gradients.has_reduced = False

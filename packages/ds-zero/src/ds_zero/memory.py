@@ -61,13 +61,13 @@ class MappedBuffer:
         """Map ``numel`` elements; no page is touched before it is written."""
         num_bytes = numel * dtype.itemsize
         huge = num_bytes >= _HUGE_PAGE_BYTES
-        unit = _HUGE_PAGE_BYTES if huge else mmap.PAGESIZE
-        self._length = -(-num_bytes // unit) * unit
-        slack = unit if huge else 0
+        slack = _HUGE_PAGE_BYTES if huge else 0
+        # The end stays on small pages: a whole huge page would cost up to 2 MiB a buffer.
+        self._length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self._map = mmap.mmap(-1, self._length + slack, flags=flags)
         address = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
-        self._offset = -address % unit if huge else 0
+        self._offset = -address % _HUGE_PAGE_BYTES if huge else 0
         if huge:
             try:
                 self._map.madvise(mmap.MADV_HUGEPAGE, self._offset, self._length)
