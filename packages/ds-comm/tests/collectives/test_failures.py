@@ -38,6 +38,9 @@ def _diverge(kind: str, odd_rank: int, sizes_differ: bool) -> str:
     with pytest.raises(DivergenceError) as caught:
         if kind == "gather":
             served.gather(flat, label).wait()
+        elif kind == "all_to_all":
+            parts = list(flat.chunk(world))
+            served.all_to_all(parts, [torch.empty_like(part) for part in parts], label).wait()
         else:
             served.reduce(flat, torch.empty(numel // world), label).wait()
     # Nobody leaves, and so closes connections, before all have seen their error.
@@ -45,7 +48,7 @@ def _diverge(kind: str, odd_rank: int, sizes_differ: bool) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["gather", "reduce"])
+@pytest.mark.parametrize("kind", ["gather", "reduce", "all_to_all"])
 @pytest.mark.parametrize(("world", "odd_rank"), [(2, 0), (2, 1), (3, 1), (4, 3)])
 def test_another_label_is_named_with_ours(
     ranks: Ranks, world: int, odd_rank: int, kind: str
@@ -58,7 +61,7 @@ def test_another_label_is_named_with_ours(
     assert f"rank {odd_rank} runs {kind} of 'layers.7'" in message or rank == odd_rank
 
 
-@pytest.mark.parametrize("kind", ["gather", "reduce"])
+@pytest.mark.parametrize("kind", ["gather", "reduce", "all_to_all"])
 @pytest.mark.parametrize("odd_rank", [0, 1])
 def test_units_of_other_sizes_diverge_too(ranks: Ranks, odd_rank: int, kind: str) -> None:
     """Different modules mostly have different sizes: the same error, no crash."""
@@ -129,7 +132,7 @@ def _late(kind: str) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("kind", ["gather", "reduce"])
+@pytest.mark.parametrize("kind", ["gather", "reduce", "all_to_all"])
 def test_a_peer_that_stays_away_is_a_timeout(ranks: Ranks, kind: str) -> None:
     """After the group's time-out, naming the operation and the rank that waited."""
     ranks(2, _late, kind)

@@ -169,6 +169,37 @@ def test_gather_fills_every_shard_in_place(ranks: Ranks, world: int, algorithm: 
     ranks(world, _gathers, algorithm)
 
 
+# ---- all to all --------------------------------------------------------------------------------
+
+
+def _uneven(algorithm: str) -> None:
+    """Rank r sends r + 2 p elements of value 100 r + p to rank p; nobody sends from 0 to 0."""
+    served = _served(algorithm)
+    log = RecordingCollectives(served)
+    world, rank = served.group.size, served.group.rank
+    for dtype in (torch.float32, torch.int64, torch.uint8):
+        send = [torch.full((rank + 2 * p,), 100 * rank + p).to(dtype) for p in range(world)]
+        receive = [torch.zeros(r + 2 * rank, dtype=dtype) for r in range(world)]
+        works = [log.all_to_all(send, receive, "rows"), log.all_to_all(send, receive, "again")]
+        for work in (*reversed(works), *works):
+            work.wait()
+        for source, part in enumerate(receive):
+            wanted = torch.full((source + 2 * rank,), 100 * source + rank).to(dtype)
+            assert torch.equal(part, wanted)
+        others = sum(rank + 2 * p for p in range(world) if p != rank)
+        assert set(log.calls) == {
+            Call("all_to_all", name, others * dtype.itemsize) for name in ("rows", "again")
+        }
+        log.calls.clear()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_all_to_all_moves_uneven_parts(ranks: Ranks, world: int, algorithm: str) -> None:
+    """Empty parts, several dtypes, two in flight, and the bytes that leave each rank."""
+    ranks(world, _uneven, algorithm)
+
+
 # ---- several in flight -------------------------------------------------------------------------
 
 
@@ -297,6 +328,9 @@ def test_a_group_of_one_needs_no_process_group() -> None:
     nothing = torch.empty(0)
     served.reduce(nothing, torch.empty(0), "x").wait()
     served.broadcast(flat, 0)
+    received = torch.zeros(3)
+    served.all_to_all([flat], [received], "x").wait()
+    assert torch.equal(received, flat)
     assert served.exchange(torch.tensor([4, 5])).tolist() == [[4, 5]]
     assert gather_objects("a", served.group) == ["a"]
     assert broadcast_object("b", served.group) == "b"

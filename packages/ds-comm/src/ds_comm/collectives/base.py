@@ -1,4 +1,4 @@
-"""What the engine needs from communication: two flat collectives, two small ones, and a handle.
+"""What the engine needs from communication: collectives, and a handle.
 
 A *flat* collective works in place on one contiguous 1-D buffer that is cut into ``group.size``
 equal shards; shard ``r`` belongs to rank ``r``.  Nothing is copied in or out of the buffer.
@@ -6,6 +6,7 @@ equal shards; shard ``r`` belongs to rank ``r``.  Nothing is copied in or out of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -72,6 +73,19 @@ class Collectives(Protocol):
 
         Returns:
             A handle; neither buffer may be touched before it was waited for.
+        """
+        ...
+
+    def all_to_all(self, send: Sequence[Tensor], receive: Sequence[Tensor], label: str) -> Work:
+        """Start sending ``send[r]`` to rank ``r`` and filling ``receive[r]`` with what it sends.
+
+        Args:
+            send: One 1-D contiguous tensor a rank, one dtype; sizes may differ and be 0.
+            receive: The same; ``receive[r]`` is as large as what rank ``r`` sends here.
+            label: What is moved, for messages; must be equal on all ranks.
+
+        Returns:
+            A handle; nothing may be touched before it was waited for.
         """
         ...
 

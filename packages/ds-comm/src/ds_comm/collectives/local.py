@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from ds_comm.collectives.base import Done, Work
@@ -27,6 +29,11 @@ class LocalCollectives:
             out.add_(flat)
         elif out.data_ptr() != flat.data_ptr():
             out.copy_(flat)
+        return Done()
+
+    def all_to_all(self, send: Sequence[Tensor], receive: Sequence[Tensor], label: str) -> Work:
+        """Copy the only part."""
+        receive[0].copy_(send[0])
         return Done()
 
     def exchange(self, row: Tensor) -> Tensor:

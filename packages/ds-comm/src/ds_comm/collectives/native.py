@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -37,6 +39,23 @@ class _NativeWork:
             self._total = None
 
 
+class _Unpack:
+    """Copies what arrived in one piece to where it belongs."""
+
+    def __init__(self, work: Work, received: Tensor, parts: Sequence[Tensor]) -> None:
+        self._work = work
+        self._received: Tensor | None = received
+        self._parts = parts
+
+    def wait(self) -> None:
+        self._work.wait()
+        if self._received is not None:
+            pieces = self._received.split([part.numel() for part in self._parts])
+            for part, piece in zip(self._parts, pieces, strict=True):
+                part.copy_(piece)
+            self._received = None
+
+
 class NativeCollectives:
     """Flat collectives through ``reduce_scatter_tensor`` and ``all_gather_into_tensor``.
 
@@ -67,6 +86,20 @@ class NativeCollectives:
         if direct:
             return self._handle(work, f"reduce of {label!r}")
         return self._handle(work, f"reduce of {label!r}", target, out)
+
+    def all_to_all(self, send: Sequence[Tensor], receive: Sequence[Tensor], label: str) -> Work:
+        """See :meth:`ds_comm.collectives.base.Collectives.all_to_all`."""
+        sent = torch.cat(list(send))
+        received = sent.new_empty(sum(part.numel() for part in receive))
+        work = dist.all_to_all_single(
+            received,
+            sent,
+            [part.numel() for part in receive],
+            [part.numel() for part in send],
+            group=self.group.handle,
+            async_op=True,
+        )
+        return _Unpack(self._handle(work, f"all_to_all of {label!r}"), received, receive)
 
     def exchange(self, row: Tensor) -> Tensor:
         """See :meth:`ds_comm.collectives.base.Collectives.exchange`."""

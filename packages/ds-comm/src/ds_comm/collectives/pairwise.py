@@ -18,7 +18,9 @@ must not meet.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,6 +35,7 @@ __all__ = ["PairwiseCollectives"]
 _SEQUENCE_MASK = (1 << 20) - 1
 _PAYLOAD_TAG = 1 << 28
 _TEXT_BYTES = 112
+_CHANNELS = {"gather": 1, "reduce": 2, "all_to_all": 3}
 
 
 class ScratchPool:
@@ -62,17 +65,33 @@ class ScratchPool:
         self._free.clear()
 
 
+class _Message(NamedTuple):
+    """What a payload of one operation announces; equal on both ends."""
+
+    header: Tensor
+    tag: int
+    """Of the header."""
+    payload_tag: int
+
+
+class _Receive(NamedTuple):
+    """A message that is awaited."""
+
+    peer: int
+    expected: Tensor
+    header: Tensor
+    header_work: dist.Work
+    payload_work: dist.Work
+
+
 @dataclass
 class _Exchange:
     """The sends and receives of one collective with all peers."""
 
     what: str
     group: Group
-    header: Tensor
-    tags: tuple[int, int]
-    """Of header and payload."""
     sends: list[dist.Work] = field(default_factory=list)
-    receives: list[tuple[int, dist.Work, Tensor, dist.Work]] = field(default_factory=list)
+    receives: list[_Receive] = field(default_factory=list)
 
     def finish(self) -> None:
         """Wait for every peer; check headers before payloads.
@@ -81,18 +100,18 @@ class _Exchange:
             DivergenceError: A header differs from ours.
             CommError: A transfer failed.
         """
-        for peer, header_work, header, _ in self.receives:
-            self._wait(header_work, peer)
-            if not torch.equal(header, self.header):
+        for receive in self.receives:
+            self._wait(receive.header_work, receive.peer)
+            if not torch.equal(receive.header, receive.expected):
                 raise DivergenceError(
-                    f"rank {self.group.ranks[self.group.rank]} runs {_describe(self.header)}, "
-                    f"but rank {self.group.ranks[peer]} runs {_describe(header)} at the same "
-                    "place: the ranks executed different modules. Every rank must run the same "
-                    "modules in the same order at this stage; use stage 0-2, or make the "
+                    f"rank {self.group.ranks[self.group.rank]} runs {_describe(receive.expected)}, "
+                    f"but rank {self.group.ranks[receive.peer]} runs {_describe(receive.header)} "
+                    "at the same place: the ranks executed different modules. Every rank must run "
+                    "the same modules in the same order at this stage; use stage 0-2, or make the "
                     "diverging modules one leaf module (zero_optimization.leaf_module)."
                 )
-        for peer, _, _, payload_work in self.receives:
-            self._wait(payload_work, peer)
+        for receive in self.receives:
+            self._wait(receive.payload_work, receive.peer)
         for work in self.sends:
             self._wait(work, None)
 
@@ -107,7 +126,9 @@ class _Exchange:
             raise (CommTimeoutError if late else CommError)(text) from error
 
 
-class _GatherWork:
+class _PlainWork:
+    """Waits for transfers whose results are in place."""
+
     def __init__(self, exchange: _Exchange) -> None:
         self._exchange: _Exchange | None = exchange
 
@@ -177,7 +198,7 @@ class PairwiseCollectives:
         """Serve ``group``, which has at least two members and a gloo handle."""
         self.group = group
         self._pool = ScratchPool()
-        self._sequence = {"gather": 0, "reduce": 0}
+        self._sequence = dict.fromkeys(_CHANNELS, 0)
 
     def gather(self, flat: Tensor, label: str) -> Work:
         """See :meth:`ds_comm.collectives.base.Collectives.gather`."""
@@ -185,10 +206,12 @@ class PairwiseCollectives:
             return Done()
         shards = flat.chunk(self.group.size)
         own = shards[self.group.rank]
-        exchange = self._open("gather", label, flat)
+        exchange, sequence = self._open("gather", label)
+        message = _message("gather", sequence, exchange.what, _bytes(flat))
         for peer in self._peers():
-            self._transfer(exchange, peer, send=own, receive=shards[peer])
-        return _GatherWork(exchange)
+            self._send(exchange, peer, message, own)
+            self._receive(exchange, peer, message, shards[peer])
+        return _PlainWork(exchange)
 
     def reduce(self, flat: Tensor, out: Tensor, label: str, *, accumulate: bool = False) -> Work:
         """See :meth:`ds_comm.collectives.base.Collectives.reduce`."""
@@ -200,10 +223,28 @@ class PairwiseCollectives:
             shards[own] if rank == own else self._pool.take(out.numel(), flat.dtype, flat.device)
             for rank in range(self.group.size)
         ]
-        exchange = self._open("reduce", label, flat)
+        exchange, sequence = self._open("reduce", label)
+        message = _message("reduce", sequence, exchange.what, _bytes(flat))
         for peer in self._peers():
-            self._transfer(exchange, peer, send=shards[peer], receive=pieces[peer])
+            self._send(exchange, peer, message, shards[peer])
+            self._receive(exchange, peer, message, pieces[peer])
         return _ReduceWork(exchange, pieces, own, out, accumulate, self._pool)
+
+    def all_to_all(self, send: Sequence[Tensor], receive: Sequence[Tensor], label: str) -> Work:
+        """See :meth:`ds_comm.collectives.base.Collectives.all_to_all`."""
+        exchange, sequence = self._open("all_to_all", label)
+        receive[self.group.rank].copy_(send[self.group.rank])
+        for peer in self._peers():
+            # Both ends know the size, so nothing is sent where there is nothing.
+            if send[peer].numel():
+                size = _bytes(send[peer])
+                message = _message("all_to_all", sequence, exchange.what, size)
+                self._send(exchange, peer, message, send[peer])
+            if receive[peer].numel():
+                size = _bytes(receive[peer])
+                message = _message("all_to_all", sequence, exchange.what, size)
+                self._receive(exchange, peer, message, receive[peer])
+        return _PlainWork(exchange)
 
     def exchange(self, row: Tensor) -> Tensor:
         """See :meth:`ds_comm.collectives.base.Collectives.exchange`."""
@@ -220,31 +261,43 @@ class PairwiseCollectives:
         me, size = self.group.rank, self.group.size
         return [(me + step) % size for step in range(1, size)]
 
-    def _open(self, kind: str, label: str, flat: Tensor) -> _Exchange:
+    def _open(self, kind: str, label: str) -> tuple[_Exchange, int]:
         sequence = self._sequence[kind]
         self._sequence[kind] = sequence + 1
-        what = f"{kind} of {label!r}"
-        header = _encode_header(sequence, flat.numel() * flat.element_size(), what)
-        channel = 1 if kind == "gather" else 2
-        tag = (channel << 20) | (sequence & _SEQUENCE_MASK)
-        payload_tag = _PAYLOAD_TAG | (zlib.crc32(header.numpy().data, channel) >> 4)
-        return _Exchange(what, self.group, header, (tag, payload_tag))
+        return _Exchange(f"{kind} of {label!r}", self.group), sequence
 
-    def _transfer(self, exchange: _Exchange, peer: int, *, send: Tensor, receive: Tensor) -> None:
-        """Post the header and payload transfers with one peer."""
-        handle, global_peer = self.group.handle, self.group.ranks[peer]
-        tag, payload_tag = exchange.tags
-        header = torch.empty_like(exchange.header)
-        header_work = dist.irecv(header, src=global_peer, group=handle, tag=tag)
-        payload_work = dist.irecv(receive, src=global_peer, group=handle, tag=payload_tag)
-        header_send = dist.isend(exchange.header, dst=global_peer, group=handle, tag=tag)
-        payload_send = dist.isend(send, dst=global_peer, group=handle, tag=payload_tag)
-        for work in (header_work, payload_work, header_send, payload_send):
-            if work is None:
-                raise CommError(f"rank {self.group.ranks[self.group.rank]} is not in the group")
-        assert header_work and payload_work and header_send and payload_send
-        exchange.receives.append((peer, header_work, header, payload_work))
-        exchange.sends += [header_send, payload_send]
+    def _send(self, exchange: _Exchange, peer: int, message: _Message, payload: Tensor) -> None:
+        """Post header and payload to one peer."""
+        handle, target = self.group.handle, self.group.ranks[peer]
+        header_work = dist.isend(message.header, dst=target, group=handle, tag=message.tag)
+        payload_work = dist.isend(payload, dst=target, group=handle, tag=message.payload_tag)
+        exchange.sends += [self._posted(header_work), self._posted(payload_work)]
+
+    def _receive(self, exchange: _Exchange, peer: int, message: _Message, payload: Tensor) -> None:
+        """Post the buffers for header and payload from one peer."""
+        handle, source = self.group.handle, self.group.ranks[peer]
+        header = torch.empty_like(message.header)
+        header_work = dist.irecv(header, src=source, group=handle, tag=message.tag)
+        payload_work = dist.irecv(payload, src=source, group=handle, tag=message.payload_tag)
+        works = self._posted(header_work), self._posted(payload_work)
+        exchange.receives.append(_Receive(peer, message.header, header, *works))
+
+    def _posted(self, work: dist.Work | None) -> dist.Work:
+        if work is None:
+            raise CommError(f"rank {self.group.ranks[self.group.rank]} is not in the group")
+        return work
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _message(kind: str, sequence: int, what: str, num_bytes: int) -> _Message:
+    header = _encode_header(sequence, num_bytes, what)
+    channel = _CHANNELS[kind]
+    tag = (channel << 20) | (sequence & _SEQUENCE_MASK)
+    payload_tag = _PAYLOAD_TAG | (zlib.crc32(header.numpy().data, channel) >> 4)
+    return _Message(header, tag, payload_tag)
 
 
 def _encode_header(sequence: int, num_bytes: int, what: str) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -16,7 +17,7 @@ class Call(NamedTuple):
     """One collective as this rank saw it."""
 
     kind: str
-    """``gather``, ``reduce``, ``exchange`` or ``broadcast``."""
+    """``gather``, ``reduce``, ``all_to_all``, ``exchange`` or ``broadcast``."""
     label: str
     """What was moved."""
     sent_bytes: int
@@ -47,6 +48,13 @@ class RecordingCollectives:
         shard_bytes = flat.numel() // self.group.size * flat.element_size()
         self.calls.append(Call("reduce", label, shard_bytes * (self.group.size - 1)))
         return self._inner.reduce(flat, out, label, accumulate=accumulate)
+
+    def all_to_all(self, send: Sequence[Tensor], receive: Sequence[Tensor], label: str) -> Work:
+        """Record and pass on: this rank sends every part but its own."""
+        own = self.group.rank
+        sent = sum(p.numel() * p.element_size() for r, p in enumerate(send) if r != own)
+        self.calls.append(Call("all_to_all", label, sent))
+        return self._inner.all_to_all(send, receive, label)
 
     def exchange(self, row: Tensor) -> Tensor:
         """Record and pass on: this rank sends its row to ``size - 1`` peers."""
