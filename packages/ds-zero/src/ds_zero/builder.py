@@ -200,7 +200,7 @@ def _optimizer(
     elif given is not None:
         optimizer = given(groups)
     elif config.optimizer is not None:
-        optimizer = optimizer_from_config(config.optimizer, groups)
+        optimizer = optimizer_from_config(config.optimizer, groups, model)
     if optimizer is not None:
         _check_members(model, optimizer)
         return optimizer, optimizer.param_groups

@@ -87,6 +87,11 @@ class StoredStates:
             return set()
         return self._checkpoint.kinds(name) - {PARAM, BUFFER}
 
+    def shape(self, kind: str, name: str) -> tuple[int, ...]:
+        """Shape of a stored state."""
+        assert self._checkpoint is not None
+        return self._checkpoint.shape(kind, name)
+
     def read(self, kind: str, name: str, start: int, out: Tensor) -> None:
         """Fill ``out`` with elements from ``start`` on."""
         assert self._checkpoint is not None

@@ -89,7 +89,8 @@ class EngineConfig(Section):
     )
     """How checkpointed activations are stored."""
     zero_allow_untested_optimizer: Flag = False
-    """Shard the states of an optimiser that is not known to work on flat shards."""
+    """Take an optimiser that is not known to work on shards: each parameter is updated whole, by
+    one rank."""
     dataloader_drop_last: Flag = False
     """Drop the last, smaller batch of an epoch."""
     wall_clock_breakdown: Annotated[

@@ -9,7 +9,7 @@ import torch
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
-from ds_comm.errors import ConfigError
+from ds_zero.optim.checks import check_betas, check_not_negative
 from ds_zero.optim.flat import FlatOptimizer, Segment, Stretch, scaled
 
 __all__ = ["FlatAdam", "adam_stretch"]
@@ -47,16 +47,10 @@ class FlatAdam(FlatOptimizer):
         Raises:
             ConfigError: A value is out of its range.
         """
-        if not isinstance(betas, tuple | list) or len(betas) != 2:
-            raise ConfigError(f"Adam needs betas of two numbers, got {betas!r}")
-        if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
-            raise ConfigError(
-                f"Adam needs lr >= 0, eps >= 0, weight_decay >= 0 and betas in [0, 1); got "
-                f"lr={lr}, eps={eps}, weight_decay={weight_decay}, betas={betas}"
-            )
+        check_not_negative("Adam", lr=lr, eps=eps, weight_decay=weight_decay)
         defaults = {
             "lr": lr,
-            "betas": tuple(betas),
+            "betas": check_betas("Adam", betas),
             "eps": eps,
             "weight_decay": weight_decay,
             "bias_correction": bias_correction,
@@ -81,11 +75,14 @@ def adam_stretch(
     """Adam on one stretch with states ``exp_avg`` and ``exp_avg_sq``."""
     count = float(segment.step) if group["bias_correction"] else _LATE
     update = adamw if group["adam_w_mode"] else adam
+    states = stretch.states
+    # torch's fused kernel wants one dtype.
+    param = stretch.param.to(states["exp_avg"].dtype)
     update(
-        [stretch.param],
-        [scaled(stretch.grad, grad_scale, stretch.param.dtype)],
-        [stretch.states["exp_avg"]],
-        [stretch.states["exp_avg_sq"]],
+        [param],
+        [scaled(stretch.grad, grad_scale, param.dtype)],
+        [states["exp_avg"]],
+        [states["exp_avg_sq"]],
         [],
         [torch.tensor(count)],
         fused=True,
@@ -97,5 +94,7 @@ def adam_stretch(
         eps=group["eps"],
         maximize=False,
     )
+    if param is not stretch.param:
+        stretch.param.copy_(param)
     if stretch.copy is not None:
-        stretch.copy.copy_(stretch.param)
+        stretch.copy.copy_(param)

@@ -80,6 +80,10 @@ class StateSource(Protocol):
         """Kinds of state that are stored for a parameter."""
         ...
 
+    def shape(self, kind: str, name: str) -> tuple[int, ...]:
+        """Shape of a stored state."""
+        ...
+
     def read(self, kind: str, name: str, start: int, out: Tensor) -> None:
         """Fill ``out`` (1-D) with elements from ``start`` on."""
         ...

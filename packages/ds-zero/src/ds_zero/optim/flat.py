@@ -94,6 +94,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._steps: dict[str, int] = {}
         self._pending: StepGradients | None = None
         self._state_dtype: torch.dtype | None = None
+        self.fp32_optimizer_states = True
+        """Whether states of 16-bit parameters are fp32."""
 
     # ---- what an optimiser is made of --------------------------------------------------------
 
@@ -115,8 +117,11 @@ class FlatOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def new_state(self, kind: str, numel: int, like: Tensor) -> Tensor:
-        """Allocate the state ``kind`` of ``numel`` elements, beside ``like``."""
-        return flat_buffer(numel, self._state_dtype or like.dtype, like.device).tensor
+        """Allocate the state ``kind`` of ``numel`` elements for ``like``."""
+        dtype = self._state_dtype or like.dtype
+        if self._state_dtype is None and self.fp32_optimizer_states:
+            dtype = torch.promote_types(dtype, torch.float32)
+        return flat_buffer(numel, dtype, like.device).tensor
 
     def state_range(self, states: Mapping[str, Tensor], kind: str, start: int, stop: int) -> Tensor:
         """Elements ``start`` to ``stop`` of a state, counted in its room."""
@@ -140,7 +145,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         Args:
             runs: The masters that it will update.
             collectives: Of the ranks that hold the other shards.
-            state_dtype: Dtype of the states; that of the masters by default.
+            state_dtype: Dtype of the states; by default that of the masters, and at least fp32.
         """
         self._runs = tuple(runs)
         self._collectives = collectives

@@ -1,36 +1,42 @@
 """Optimisers on shards against ``torch.optim`` on whole parameters, in one process.
 
-A cut into N shards is played by N optimisers, each with the masters of its shard.
+A cut into N shards is played by N optimisers, each in a thread with the masters of its shard.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_comm.collectives import LocalCollectives
+from ds_comm.collectives import Done, LocalCollectives
 from ds_comm.errors import CheckpointError, ConfigError, EngineError
 from ds_comm.group import Group
-from ds_zero.config.optim import OptimizerSection
 from ds_zero.flat import build_units
 from ds_zero.layout import ModelLayout, ParamSpec
 from ds_zero.optim import (
+    DeepSpeedCPUAdam,
+    FlatAdagrad,
     FlatAdam,
+    FlatLamb,
+    FlatLion,
+    FlatMuon,
     FlatSGD,
     OptimizedRun,
     ShardOptimizer,
     StepGradients,
     TorchAdapter,
     attach_optimizer,
-    optimizer_from_config,
 )
-from ds_zero.optim.table import ELEMENT_WISE, NOT_YET
+from ds_zero.optim.table import ELEMENT_WISE
 from ds_zero.stages import STAGES
 from ds_zero.units import UnitRules, param_names, plan_units
 
@@ -38,8 +44,17 @@ Groups = list[dict[str, Any]]
 Make = Callable[[Any], torch.optim.Optimizer]
 
 ALONE = LocalCollectives(Group.solo())
-"""Element-wise optimisers communicate with nobody."""
-SHAPES = {"a": (7, 5), "b": (40,), "c": (), "d": (0, 3), "e": (3, 11), "f": (64,), "g": (5,)}
+SHAPES = {
+    "a": (7, 5),
+    "b": (40,),
+    "c": (),
+    "d": (0, 3),
+    "e": (3, 11),
+    "f": (64,),
+    "g": (5,),
+    "h": (2, 6, 4),
+    "i": (3, 2, 2, 3),
+}
 FROZEN = "b"
 IDLE = "e"
 """Gets a gradient only in every third step, see ``_grads``."""
@@ -74,6 +89,34 @@ def _grads(step: int) -> dict[str, Tensor]:
     return found
 
 
+class Threads:
+    """Collectives of ranks that are threads; only what optimisers use."""
+
+    def __init__(self, rank: int, size: int, barrier: threading.Barrier, slots: list[Any]) -> None:
+        self.group = Group(tuple(range(size)), rank)
+        self._barrier = barrier
+        self._slots = slots
+        self.calls = 0
+
+    def _swap(self, value: Any) -> list[Any]:
+        self.calls += 1
+        self._slots[self.group.rank] = value
+        self._barrier.wait(60)
+        found = list(self._slots)
+        self._barrier.wait(60)
+        return found
+
+    def exchange(self, row: Tensor) -> Tensor:
+        return torch.stack(self._swap(row.clone()))
+
+    def all_to_all(self, send: Sequence[Tensor], receive: Sequence[Tensor], label: str) -> Done:
+        sent = self._swap((label, [part.clone() for part in send]))
+        assert {name for name, _ in sent} == {label}
+        for target, (_, parts) in zip(receive, sent, strict=True):
+            target.copy_(parts[self.group.rank])
+        return Done()
+
+
 class Shards:
     """``num_shards`` optimisers that together update one model, as ranks at ``stage`` would."""
 
@@ -83,6 +126,8 @@ class Shards:
         self.optimizers: list[ShardOptimizer] = []
         self.runs: list[tuple[OptimizedRun, ...]] = []
         self.models: list[nn.Module] = []
+        barrier, slots = threading.Barrier(num_shards), [None] * num_shards
+        self.collectives = [Threads(r, num_shards, barrier, slots) for r in range(num_shards)]
         for shard in range(num_shards):
             model = _model(dtype)
             optimizer = make(_groups(model))
@@ -90,12 +135,19 @@ class Shards:
             self.models.append(model)
             self.runs.append(runs)
             self.optimizers.append(
-                attach_optimizer(optimizer, runs, ALONE, sharded=stage > 0, allow_untested=False)
+                attach_optimizer(
+                    optimizer,
+                    runs,
+                    self.collectives[shard],
+                    sharded=stage > 0,
+                    allow_untested=True,
+                )
             )
 
     def update(self, step: int) -> None:
         """Hand every shard its part of the gradients."""
         grads = _grads(step)
+        work = []
         for runs, optimizer in zip(self.runs, self.optimizers, strict=True):
             flats, masks = [], []
             for run in runs:
@@ -105,7 +157,9 @@ class Shards:
                         flat[slot.start : slot.stop] = grads[slot.spec.name].reshape(-1)
                 flats.append(flat[slice(*run.run.master_range)].clone())
                 masks.append([s.spec.name in grads for s in run.run.layout.slots])
-            optimizer.update(StepGradients(flats, masks))
+            work.append((optimizer, StepGradients([4 * flat for flat in flats], masks, 0.25)))
+        with ThreadPoolExecutor(len(work)) as pool:
+            list(pool.map(lambda pair: pair[0].update(pair[1]), work))
 
     def values(self) -> dict[str, Tensor]:
         """Whole parameters, put together from the masters of all shards."""
@@ -149,7 +203,8 @@ class Plain:
         self.optimizer.zero_grad()
         for name, grad in _grads(step).items():
             param = self.model.get_parameter(name)
-            param.grad = grad.to(param.dtype)
+            if param.numel():  # torch's Adafactor divides by the size
+                param.grad = grad.to(param.dtype)
         self.optimizer.step()
 
     def values(self) -> dict[str, Tensor]:
@@ -164,6 +219,86 @@ def _same(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], tolerance: fl
         )
 
 
+# ---- published update rules, written for one parameter at a time in its own dtype --------------
+
+
+class Rule(torch.optim.Optimizer):
+    """A rule ``update(group, state, param, grad)``, with states that begin empty."""
+
+    def __init__(self, groups: Any, update: Callable[..., None], **defaults: Any) -> None:
+        super().__init__(groups, defaults)
+        self._update = update
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state["t"] = state.get("t", 0) + 1
+                    self._update(group, state, param, param.grad)
+
+
+def lion_rule(group: Any, state: Any, param: Tensor, grad: Tensor) -> None:
+    """Chen et al. 2023, algorithm 2."""
+    m = state.get("m", torch.zeros_like(param))
+    c = group["b1"] * m + (1 - group["b1"]) * grad
+    param -= group["lr"] * (c.sign() + group["weight_decay"] * param)
+    state["m"] = group["b2"] * m + (1 - group["b2"]) * grad
+
+
+def lamb_rule(group: Any, state: Any, param: Tensor, grad: Tensor) -> None:
+    """You et al. 2020, algorithm 2, with phi(z) = z and ratios within bounds."""
+    b1, b2 = group["b1"], group["b2"]
+    m = b1 * state.get("m", torch.zeros_like(param)) + (1 - b1) * grad
+    v = b2 * state.get("v", torch.zeros_like(param)) + (1 - b2) * grad**2
+    state.update(m=m, v=v)
+    r = (m / (1 - b1 ** state["t"])) / ((v / (1 - b2 ** state["t"])).sqrt() + group["eps"])
+    u = r + group["weight_decay"] * param
+    sizes = param.norm(), u.norm()
+    ratio = (sizes[0] / sizes[1]).clamp(0.05, 1.5) if sizes[0] > 0 and sizes[1] > 0 else 1.0
+    param -= group["lr"] * ratio * u
+
+
+def muon_rule(group: Any, state: Any, param: Tensor, grad: Tensor) -> None:
+    """Jordan et al. 2024 for matrices, AdamW for the rest."""
+    if not group["use_muon"]:
+        b1, b2 = 0.9, 0.95
+        m = b1 * state.get("m", torch.zeros_like(param)) + (1 - b1) * grad
+        v = b2 * state.get("v", torch.zeros_like(param)) + (1 - b2) * grad**2
+        state.update(m=m, v=v)
+        root = (v / (1 - b2 ** state["t"])).sqrt() + 1e-10
+        param *= 1 - group["lr"] * group["weight_decay"]
+        param -= group["lr"] * (m / (1 - b1 ** state["t"])) / root
+        return
+    m = state.get("m", torch.zeros_like(param))
+    m = state["m"] = m + (1 - 0.95) * (grad - m)
+    g = grad + 0.95 * (m - grad)
+    stack = g if g.dim() == 3 else g.reshape(1, g.shape[0], -1)
+    found = []
+    for x in stack:
+        tall = x.shape[0] > x.shape[1]
+        scale = max(1.0, x.shape[0] / x.shape[1]) ** 0.5
+        x = x.T if tall else x
+        x = x / x.norm()
+        for _ in range(5):
+            a = x @ x.T
+            x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+        found.append(scale * (x.T if tall else x))
+    param *= 1 - group["lr"] * group["weight_decay"]
+    param -= group["lr"] * torch.stack(found).view(param.shape)
+
+
+def _by_use(groups: Groups) -> Groups:
+    """Each group as one for Muon and one for Adam."""
+    return [
+        {**group, "params": members, "use_muon": use, "lr": group.get("lr", 0.05)}
+        for group in groups
+        for use in (True, False)
+        if (members := [p for p in group["params"] if (p.dim() >= 2 and p.numel() > 0) == use])
+    ]
+
+
 PAIRS: list[tuple[str, Make, Make]] = [
     (
         "adamw",
@@ -174,6 +309,26 @@ PAIRS: list[tuple[str, Make, Make]] = [
         "adam",
         lambda g: FlatAdam(g, lr=0.1, betas=(0.7, 0.9), eps=1e-3, adam_w_mode=False),
         lambda g: torch.optim.Adam(g, lr=0.1, betas=(0.7, 0.9), eps=1e-3),
+    ),
+    (
+        "adagrad",
+        lambda g: FlatAdagrad(g, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.3),
+        lambda g: torch.optim.Adagrad(g, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.3),
+    ),
+    (
+        "lion",
+        lambda g: FlatLion(g, lr=0.01, betas=(0.8, 0.9)),
+        lambda g: Rule(g, lion_rule, lr=0.01, b1=0.8, b2=0.9),
+    ),
+    (
+        "lamb",
+        lambda g: FlatLamb(g, lr=0.1, betas=(0.8, 0.9), eps=1e-6, min_coeff=0.05, max_coeff=1.5),
+        lambda g: Rule(g, lamb_rule, lr=0.1, b1=0.8, b2=0.9, eps=1e-6),
+    ),
+    (
+        "muon",
+        lambda g: FlatMuon(_by_use(g)),
+        lambda g: Rule(_by_use(g), muon_rule),
     ),
     ("sgd", lambda g: FlatSGD(g, lr=0.1), lambda g: torch.optim.SGD(g, lr=0.1)),
     (
@@ -187,7 +342,9 @@ PAIRS: list[tuple[str, Make, Make]] = [
         lambda g: torch.optim.SGD(g, lr=0.1, momentum=0.8, nesterov=True),
     ),
 ]
-CUTS = [(1, 0), (1, 1), (1, 3), (2, 1), (3, 3), (5, 2)]
+TOLERANCE = {"adam": 2e-6, "adamw": 2e-6, "lamb": 2e-6, "muon": 5e-6}
+"""fp32 states against a float64 reference after 7 steps of size 0.1; 1e-6 for the others."""
+CUTS = [(1, 0), (1, 3), (2, 1), (3, 3), (3, 0), (5, 2)]
 
 
 @pytest.mark.parametrize(("num_shards", "stage"), CUTS)
@@ -196,24 +353,24 @@ def test_flat_segments_equal_torch(
     name: str, ours: Make, torchs: Make, num_shards: int, stage: int
 ) -> None:
     """Groups, frozen, late and unused parameters, a changed rate; for every cut."""
-    shards, plain = Shards(ours, num_shards, stage), Plain(torchs)
+    shards, plain = Shards(ours, num_shards, stage), Plain(torchs, torch.float64)
     for step in range(7):
         if step == 4:
             shards.set_lr(0, 0.01)
             plain.optimizer.param_groups[0]["lr"] = 0.01
         shards.update(step)
         plain.update(step)
-        _same(shards.values(), plain.values())
+        _same(shards.values(), plain.values(), TOLERANCE.get(name, 1e-6))
     # Steps 1 and 4 had a gradient of the late parameter; nobody ever had one of NEVER.
     counts: dict[str, float] = {}
     for optimizer in shards.optimizers:
         counts.update({key: value["step"] for key, value in optimizer.scalars().items()})
-    assert counts == {"a": 7, "c": 7, "f": 7, IDLE: 2}
+    assert counts == {"a": 7, "c": 7, "f": 7, "h": 7, "i": 7, IDLE: 2}
     untouched = _model().get_parameter(NEVER)
     assert torch.equal(shards.values()[NEVER], untouched.detach())
 
 
-@pytest.mark.parametrize("name", ["adamw", "momentum"])
+@pytest.mark.parametrize("name", [pair[0] for pair in PAIRS])
 def test_bits_do_not_depend_on_the_cut(name: str) -> None:
     """No element is updated by a kernel's scalar tail in one cut and its vector body in another."""
     ours = next(pair[1] for pair in PAIRS if pair[0] == name)
@@ -223,8 +380,64 @@ def test_bits_do_not_depend_on_the_cut(name: str) -> None:
         for step in range(5):
             shards.update(step)
         results.append(shards.values())
-    for found in results[1:]:
-        assert all(torch.equal(found[key], results[0][key]) for key in found)
+    first: dict[int, dict[str, Tensor]] = {}
+    for (num_shards, _), found in zip(CUTS, results, strict=True):
+        # The norms of LAMB are sums over shards: equal bits need equal shards.
+        same = first.setdefault(num_shards if name == "lamb" else 0, found)
+        assert all(torch.equal(found[key], same[key]) for key in found)
+
+
+@pytest.mark.parametrize(("name", "ours", "torchs"), PAIRS, ids=[p[0] for p in PAIRS])
+def test_without_an_engine(name: str, ours: Make, torchs: Make) -> None:
+    """An ordinary optimiser on plain parameters, with a state dict; non-contiguous ones too."""
+    alone, plain = Plain(ours), Plain(torchs, torch.float64)
+    matrix = alone.model.get_parameter("a")
+    matrix.data = matrix.data.t().contiguous().t()
+    assert not matrix.is_contiguous()
+    for step in range(7):
+        if step == 4:
+            resumed = Plain(ours)
+            resumed.model.load_state_dict(alone.model.state_dict())
+            resumed.optimizer.load_state_dict(copy.deepcopy(alone.optimizer.state_dict()))
+            alone = resumed
+        alone.update(step)
+        plain.update(step)
+        _same(alone.values(), plain.values(), TOLERANCE.get(name, 1e-6))
+
+
+def test_closures_and_sparse_gradients_without_an_engine() -> None:
+    """The closure's loss comes back; a sparse gradient counts as a dense one."""
+    table = nn.Embedding(5, 3, sparse=True)
+    dense = nn.Embedding(5, 3, _weight=table.weight.detach().clone())
+    found = []
+    for module in (table, dense):
+        optimizer = FlatAdam(module.parameters(), lr=0.1)
+
+        def closure(module: nn.Module = module, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = module(torch.tensor([1, 1, 4])).square().sum()
+            loss.backward()
+            return loss
+
+        losses = [optimizer.step(closure).item() for _ in range(3)]
+        assert losses[2] < losses[0]
+        found.append(losses)
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    assert torch.equal(table.weight, dense.weight)
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_16_bit_parameters_without_an_engine(wide: bool) -> None:
+    """States in fp32 unless the caller wants those of the parameters."""
+    param = nn.Parameter(torch.ones(33, dtype=torch.bfloat16))
+    optimizer = DeepSpeedCPUAdam([param], lr=0.5, fp32_optimizer_states=wide)
+    for _ in range(2):
+        param.grad = torch.full_like(param, 0.25)
+        optimizer.step()
+    wanted = torch.float32 if wide else torch.bfloat16
+    assert {optimizer.state[param][k].dtype for k in ("exp_avg", "exp_avg_sq")} == {wanted}
+    # A constant gradient: every step has the length of the rate.
+    assert (param - (1 - 2 * 0.5)).abs().max() < 2**-7
 
 
 def test_padding_stays_zero() -> None:
@@ -380,6 +593,41 @@ def test_the_adapter_recovers_from_an_error() -> None:
         optimizer.step()
 
 
+class Foreign(torch.optim.Optimizer):
+    """Scales by the norm of the whole gradient, in fp32; nobody knows this class."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for hook in self._optimizer_step_pre_hooks.values():
+            hook(self, (), {})
+        for group in self.param_groups:
+            for param in (p for p in group["params"] if p.grad is not None):
+                state = self.state[param]
+                row = state.setdefault("row", torch.zeros(param.shape[:1]))
+                row += param.grad.flatten(1).sum(1) if param.dim() > 1 else param.grad
+                param -= group["lr"] * param.grad / (param.grad.norm() + row.norm())
+
+
+WHOLES: dict[str, Make] = {
+    "Adafactor": lambda g: torch.optim.Adafactor(g, lr=0.03),
+    "Foreign": Foreign,
+}
+
+
+@pytest.mark.parametrize(("num_shards", "stage"), CUTS)
+@pytest.mark.parametrize("name", WHOLES)
+def test_whole_parameter_optimizers_equal_torch(name: str, num_shards: int, stage: int) -> None:
+    """Each parameter by its owner: the same bits as on whole parameters, for every cut."""
+    shards, plain = Shards(WHOLES[name], num_shards, stage), Plain(WHOLES[name])
+    for step in range(5):
+        shards.update(step)
+        plain.update(step)
+    _same(shards.values(), plain.values(), 0.0)
+
+
 # ---- checkpoints -------------------------------------------------------------------------------
 
 
@@ -389,11 +637,13 @@ class Memory:
     def __init__(self, optimizers: Sequence[ShardOptimizer]) -> None:
         self.tensors: dict[tuple[str, str], Tensor] = {}
         self.numbers: dict[str, dict[str, float]] = {}
-        self.covered: dict[tuple[str, str], int] = {}
+        self.shapes: dict[str, dict[str, tuple[int, ...]]] = {}
         for optimizer in optimizers:
+            for name, shapes in optimizer.state_shapes().items():
+                self.shapes.setdefault(name, {}).update(shapes)
             for item in optimizer.state_ranges():
                 key = item.kind, item.name
-                numel = int(torch.tensor(SHAPES[item.name]).prod())
+                numel = math.prod(self.shape(item.kind, item.name))
                 whole = self.tensors.setdefault(key, torch.full((numel,), torch.nan))
                 assert whole[item.start : item.start + item.data.numel()].isnan().all(), "twice"
                 whole[item.start : item.start + item.data.numel()] = item.data
@@ -401,6 +651,9 @@ class Memory:
 
     def kinds(self, name: str) -> set[str]:
         return {kind for kind, owner in self.tensors if owner == name}
+
+    def shape(self, kind: str, name: str) -> tuple[int, ...]:
+        return self.shapes.get(name, {}).get(kind, SHAPES[name])
 
     def read(self, kind: str, name: str, start: int, out: Tensor) -> None:
         out.copy_(self.tensors[kind, name][start : start + out.numel()])
@@ -410,9 +663,8 @@ class Memory:
 
 
 RESUMED: list[tuple[str, Make]] = [
-    ("FlatAdam", PAIRS[0][1]),
-    ("FlatSGD", PAIRS[3][1]),
-    ("FlatSGD without momentum", PAIRS[2][1]),
+    *((f"flat {name}", ours) for name, ours, _ in PAIRS),
+    *WHOLES.items(),
     *((name, _adapted(name)) for name in sorted(ELEMENT_WISE)),
 ]
 
@@ -441,7 +693,7 @@ def test_states_move_between_cuts(name: str, make: Make) -> None:
             optimizer.load(source)
         for step in range(3, 6):
             resumed.update(step)
-        _same(resumed.values(), straight.values())
+        _same(resumed.values(), straight.values(), 2e-6 if "lamb" in name else 1e-6)
 
 
 def test_ranges_of_all_shards_tile_each_state_once() -> None:
@@ -451,7 +703,7 @@ def test_ranges_of_all_shards_tile_each_state_once() -> None:
         for step in range(2):
             shards.update(step)
         source = Memory(shards.optimizers)
-        assert {name for _, name in source.tensors} == {"a", "c", "f", IDLE}
+        assert {name for _, name in source.tensors} == {"a", "c", "f", "h", "i", IDLE}
         assert {kind for kind, _ in source.tensors} == {"exp_avg", "exp_avg_sq"}
         assert not any(values.isnan().any() for values in source.tensors.values())
 
@@ -470,83 +722,27 @@ class RowNorms(torch.optim.SGD):
 
 
 def test_states_that_cannot_be_stored() -> None:
-    """An error that names state and parameter."""
-    shards = Shards(lambda g: torch.optim.SGD(g, lr=0.1), 1, 0)
+    """Three numbers for a piece of a parameter: an error that names state and parameter."""
     model = _model()
     optimizer = RowNorms(_groups(model), lr=0.1)
-    runs = _runs(model, optimizer.param_groups, 1, 0, 0)
-    shards.runs = [runs]
-    shards.optimizers = [
-        attach_optimizer(optimizer, runs, ALONE, sharded=False, allow_untested=False)
-    ]
-    shards.update(0)
+    runs = _runs(model, optimizer.param_groups, 2, 1, 0)
+    adapter = TorchAdapter(optimizer, runs)
+    masks = [[True] * len(run.run.layout.slots) for run in runs]
+    adapter.update(StepGradients([torch.ones_like(run.master) for run in runs], masks))
     with pytest.raises(CheckpointError, match="'rows' of"):
-        list(shards.optimizers[0].state_ranges())
+        list(adapter.state_ranges())
 
 
-# ---- names -------------------------------------------------------------------------------------
+def test_rows_of_whole_parameters_are_stored() -> None:
+    """At stage 0 a state may have any shape, also of a class that nobody knows."""
 
+    def make(groups: Any) -> torch.optim.Optimizer:
+        return RowNorms(groups, lr=0.1)
 
-def _section(kind: str, **params: Any) -> OptimizerSection:
-    # Without validation: some names are refused by the schema already.
-    return OptimizerSection.model_construct(type=kind, params=params)
-
-
-def test_names_of_the_configuration() -> None:
-    """Case does not matter; ``Adam`` decays decoupled unless ``adam_w_mode`` is false."""
-    params = [nn.Parameter(torch.zeros(3))]
-    for kind, given, wanted in (
-        ("adam", {}, True),
-        ("Adam", {"adam_w_mode": False, "torch_adam": True}, False),
-        ("AdamW", {"adam_w_mode": False}, True),
-    ):
-        built = optimizer_from_config(_section(kind, **given), params)
-        assert isinstance(built, FlatAdam)
-        assert built.param_groups[0]["adam_w_mode"] is wanted
-    built = optimizer_from_config(_section("ADAM", betas=[0.5, 0.6], lr=0.25), params)
-    assert built.param_groups[0]["betas"] == (0.5, 0.6) and built.param_groups[0]["lr"] == 0.25
-    assert isinstance(optimizer_from_config(_section("sgd", lr=0.1), params), FlatSGD)
-    assert type(optimizer_from_config(_section("rmsprop"), params)) is torch.optim.RMSprop
-    assert type(optimizer_from_config(_section("RAdam", lr=0.1), params)) is torch.optim.RAdam
-
-
-@pytest.mark.parametrize("name", sorted(NOT_YET))
-def test_names_that_are_not_there_yet(name: str) -> None:
-    """Each names an alternative that exists."""
-    with pytest.raises(ConfigError, match="not available yet.*'(AdamW|Adam|SGD)'"):
-        optimizer_from_config(_section(name), [nn.Parameter(torch.zeros(3))])
-
-
-@pytest.mark.parametrize(
-    ("kind", "params", "match"),
-    [
-        ("AdamX", {}, "unknown; did you mean 'Adam"),
-        ("Optimizer", {}, "unknown"),
-        ("lr_scheduler", {}, "unknown"),
-        ("SGD", {"momentun": 0.9}, "did you mean 'momentum'"),
-        ("Adam", {"params": []}, "'params'"),
-        ("RMSprop", {"lr": -1}, "Invalid learning rate"),
-        ("Adam", {"betas": [0.9]}, "betas"),
-        ("Adam", {"betas": 0.9}, "betas"),
-        ("Adam", {"lr": "fast"}, "lr"),
-    ],
-)
-def test_wrong_names_and_values(kind: str, params: dict[str, Any], match: str) -> None:
-    """Always a ConfigError that names the optimiser or the value."""
-    with pytest.raises(ConfigError, match=match):
-        section = OptimizerSection.model_construct(type=kind, params=params)
-        optimizer_from_config(section, [nn.Parameter(torch.zeros(3))])
-
-
-@pytest.mark.parametrize("name", ["Adafactor", "Muon", "LBFGS", "SparseAdam"])
-def test_whole_parameter_algorithms_are_refused_when_sharded(name: str) -> None:
-    """Also with ``zero_allow_untested_optimizer``; LBFGS at every stage."""
-    kind = getattr(torch.optim, name, None)
-    if kind is None:
-        pytest.skip(f"this torch has no {name}")
-    optimizer = kind([nn.Parameter(torch.zeros(3, 3))])
-    with pytest.raises(ConfigError, match=name):
-        attach_optimizer(optimizer, (), ALONE, sharded=True, allow_untested=True)
-    if name == "LBFGS":
-        with pytest.raises(ConfigError, match=name):
-            attach_optimizer(optimizer, (), ALONE, sharded=False, allow_untested=True)
+    shards = Shards(make, 2, 0)
+    shards.update(0)
+    source = Memory(shards.optimizers)
+    assert source.shapes["a"] == {"rows": (3,)} and source.tensors["rows", "a"].tolist() == [1] * 3
+    fresh = Shards(make, 1, 0)
+    fresh.optimizers[0].load(source)
+    assert Memory(fresh.optimizers).tensors["rows", "a"].tolist() == [1] * 3
