@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ds_comm.collectives import Collectives, Work
 from ds_zero.flat import Presence, Unit
+from ds_zero.saved import Kept, keep, kept_tensor, layered_saved_hooks
 from ds_zero.tensors import tensors_in
 from ds_zero.trace import Trace
 
@@ -168,20 +169,14 @@ class Residency:
         Views of a released buffer read as zeros; this net makes their first use gather again,
         whichever module they belong to.
         """
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        return layered_saved_hooks(self._take_view, self._give_view)
 
-    def _pack(self, tensor: Tensor) -> tuple[Tensor, int, Unit | None]:
-        # Detached: a saved output that kept its graph would keep itself alive.
-        return tensor.detach(), tensor._version, self._unit_of(tensor)
+    def _take_view(self, tensor: Tensor) -> tuple[Kept, Unit] | None:
+        unit = self._unit_of(tensor)
+        return None if unit is None else (keep(tensor), unit)
 
-    def _unpack(self, packed: tuple[Tensor, int, Unit | None]) -> Tensor:
-        tensor, version, unit = packed
-        if tensor._version != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: a {tensor.dtype} tensor of shape {tuple(tensor.shape)} is at "
-                f"version {tensor._version}; expected version {version} instead"
-            )
-        if unit is not None:
-            self.ensure(unit)
+    def _give_view(self, taken: tuple[Kept, Unit]) -> Tensor:
+        kept, unit = taken
+        tensor = kept_tensor(kept)
+        self.ensure(unit)
         return tensor

@@ -37,6 +37,7 @@ from ds_zero.access import watch_reads
 from ds_zero.flat import Presence, Unit
 from ds_zero.gradients import GradientFlow
 from ds_zero.residency import Residency
+from ds_zero.saved import checkpoint_saves
 from ds_zero.tensors import changed_or_new, tensor_versions
 
 __all__ = ["Tracker"]
@@ -243,8 +244,9 @@ class Tracker:
     def _cast_net(self, module: nn.Module, backward: bool) -> None:
         """Watch what autograd saves in ``module``, unless that is watched already.
 
-        Not while a checkpoint recomputes, whose own saved-tensor hooks must be innermost; and not
-        inside of ``torch.func`` transforms, which allow no such hooks.
+        Not inside of a checkpoint, which saves nothing and recomputes later: its own hooks must
+        be innermost, in forward and while it recomputes.  And not inside of ``torch.func``
+        transforms, which allow no such hooks.
         """
         if (
             self._nets_needed
@@ -252,6 +254,7 @@ class Tracker:
             and not backward
             and torch.is_grad_enabled()
             and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+            and not checkpoint_saves()
         ):
             net = self._residency.watch_saved()
             net.__enter__()
