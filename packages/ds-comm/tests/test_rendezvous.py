@@ -37,20 +37,20 @@ SLURM = {
         pytest.param({}, None, id="nothing"),
         pytest.param({"MASTER_ADDR": "node0", "MASTER_PORT": "1"}, None, id="address-only"),
         pytest.param({"RANK": "", "WORLD_SIZE": " "}, None, id="empty-is-not-set"),
-        pytest.param(TORCHRUN, Rendezvous(3, 4, 1, "node0", 1234, 2, "torchrun"), id="torchrun"),
+        pytest.param(TORCHRUN, Rendezvous(3, 4, 1, "node0", 1234, 2, "RANK and WORLD_SIZE"), id="torchrun"),
         pytest.param(
             {"RANK": "0", "WORLD_SIZE": "1"},
-            Rendezvous(0, 1, 0, "127.0.0.1", 29500, None, "torchrun"),
+            Rendezvous(0, 1, 0, "127.0.0.1", 29500, None, "RANK and WORLD_SIZE"),
             id="torchrun-one-rank",
         ),
         pytest.param(
             {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "node0"},
-            Rendezvous(0, 1, 0, "node0", 29500, None, "torchrun"),
+            Rendezvous(0, 1, 0, "node0", 29500, None, "RANK and WORLD_SIZE"),
             id="one-rank-with-address",
         ),
         pytest.param(
             {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"},
-            Rendezvous(1, 2, 1, "localhost", 29500, None, "torchrun"),
+            Rendezvous(1, 2, 1, "localhost", 29500, None, "RANK and WORLD_SIZE"),
             id="one-machine-needs-no-local-rank",
         ),
         pytest.param(
@@ -65,7 +65,7 @@ SLURM = {
         ),
         pytest.param(
             {**OPEN_MPI, **TORCHRUN},
-            Rendezvous(3, 4, 1, "node0", 1234, 2, "torchrun"),
+            Rendezvous(3, 4, 1, "node0", 1234, 2, "RANK and WORLD_SIZE"),
             id="torchrun-inside-mpirun",
         ),
         pytest.param(
@@ -111,7 +111,7 @@ SLURM = {
         ),
         pytest.param(
             {**SLURM, "WORLD_SIZE": "1", "RANK": "0"},
-            Rendezvous(0, 1, 0, "127.0.0.1", 29500, None, "torchrun"),
+            Rendezvous(0, 1, 0, "127.0.0.1", 29500, None, "RANK and WORLD_SIZE"),
             id="one-rank-inside-an-allocation",
         ),
         pytest.param(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 from collections.abc import Mapping
@@ -82,6 +83,9 @@ def init_distributed(
             else:
                 os.environ[name] = value
         raise
+    if set(backend.replace("cpu:", "").split(",")) == {"gloo"}:
+        # gloo's threads abort the process if they are still there when it ends.
+        atexit.register(destroy)
     if verbose:
         _LOGGER.info(
             "process group of %d rank%s over %s (from %s)",

@@ -31,7 +31,7 @@ class Rendezvous:
     master_port: int
     local_world_size: int | None = None
     """Ranks on this machine, where the launcher says so."""
-    source: str = "torchrun"
+    source: str = "RANK and WORLD_SIZE"
     """Which launcher's variables were read."""
 
     def environ(self) -> dict[str, str]:
@@ -61,7 +61,7 @@ class _Launcher:
 
 
 _TORCHRUN = _Launcher(
-    source="torchrun",
+    source="RANK and WORLD_SIZE",
     rank=("RANK",),
     world_size=("WORLD_SIZE",),
     local_rank=("LOCAL_RANK",),

@@ -16,24 +16,67 @@ transformers = pytest.importorskip("transformers")
 STEPS = 3
 
 
+CHECKPOINTED = ("llama", "gpt2")
+KINDS = (*CHECKPOINTED, "bert", "t5", "mixtral", "vit")
+DECODER = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+ENCODER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+
+
 def _model(kind: str) -> nn.Module:
     torch.manual_seed(5)
     if kind == "llama":
-        config = transformers.LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=32,
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER))
+    if kind == "mixtral":
+        config = transformers.MixtralConfig(
+            **DECODER, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True
         )
-        return transformers.LlamaForCausalLM(config)
+        return transformers.MixtralForCausalLM(config)
+    if kind == "bert":
+        config = transformers.BertConfig(**ENCODER, vocab_size=64, max_position_embeddings=32)
+        return transformers.BertForMaskedLM(config)
+    if kind == "vit":
+        config = transformers.ViTConfig(
+            **ENCODER, image_size=8, patch_size=4, num_channels=1, num_labels=5
+        )
+        return transformers.ViTForImageClassification(config)
+    if kind == "t5":
+        config = transformers.T5Config(
+            vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
+            dropout_rate=0.0, decoder_start_token_id=0,
+        )  # fmt: skip
+        return transformers.T5ForConditionalGeneration(config)
     config = transformers.GPT2Config(
         vocab_size=64, n_embd=32, n_layer=3, n_head=4, n_positions=32, resid_pdrop=0.0,
         embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
+
+
+def _inputs(kind: str, step: int, rank: int) -> dict[str, Tensor]:
+    """One rank's micro-batch."""
+    ids = _batch(step)[rank]
+    if kind == "vit":
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        return {
+            "pixel_values": torch.randn(2, 1, 8, 8, generator=generator),
+            "labels": torch.randint(5, (2,), generator=generator),
+        }
+    return {"input_ids": ids, "labels": ids.flip(1) if kind in ("bert", "t5") else ids}
 
 
 def _prepare(model: Any, checkpointing: str) -> None:
@@ -60,8 +103,7 @@ def train(kind: str, checkpointing: str, stage: int) -> list[Tensor]:
         },
     ).engine
     for step in range(STEPS):
-        ids = _batch(step)[torch.distributed.get_rank()]
-        loss = engine(input_ids=ids, labels=ids).loss
+        loss = engine(**_inputs(kind, step, torch.distributed.get_rank())).loss
         engine.backward(loss)
         engine.step()
     state = engine.module_state_dict()
@@ -75,16 +117,19 @@ def reference(kind: str, checkpointing: str) -> list[Tensor]:
     _prepare(model, checkpointing)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, weight_decay=0.0)
     for step in range(STEPS):
-        for ids in _batch(step):
-            (model(input_ids=ids, labels=ids).loss / 2).backward()
+        for rank in range(2):
+            (model(**_inputs(kind, step, rank)).loss / 2).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
     return [param.detach() for param in model.parameters()]
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("kind", "checkpointing"),
+    [(kind, "none") for kind in KINDS]
+    + [(kind, way) for kind in CHECKPOINTED for way in ("reentrant", "non-reentrant")],
+)
 def test_trains_like_plain_torch_at_every_stage(
     ranks: Ranks, kind: str, checkpointing: str
 ) -> None:
