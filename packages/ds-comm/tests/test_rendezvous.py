@@ -37,7 +37,11 @@ SLURM = {
         pytest.param({}, None, id="nothing"),
         pytest.param({"MASTER_ADDR": "node0", "MASTER_PORT": "1"}, None, id="address-only"),
         pytest.param({"RANK": "", "WORLD_SIZE": " "}, None, id="empty-is-not-set"),
-        pytest.param(TORCHRUN, Rendezvous(3, 4, 1, "node0", 1234, 2, "RANK and WORLD_SIZE"), id="torchrun"),
+        pytest.param(
+            TORCHRUN,
+            Rendezvous(3, 4, 1, "node0", 1234, 2, "RANK and WORLD_SIZE"),
+            id="torchrun",
+        ),
         pytest.param(
             {"RANK": "0", "WORLD_SIZE": "1"},
             Rendezvous(0, 1, 0, "127.0.0.1", 29500, None, "RANK and WORLD_SIZE"),
