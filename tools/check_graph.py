@@ -71,7 +71,7 @@ AWAITED: Mapping[str, frozenset[str]] = {
     "ds-aio": frozenset({"numpy"}),
     "ds-compress": frozenset({"ds-comm", "ds-kernels"}),
     "ds-inference": frozenset({"ds-comm", "ds-kernels"}),
-    "ds-kernels": frozenset({"numpy", "torch"}),
+    "ds-kernels": frozenset({"numpy"}),
     "ds-moe": frozenset({"ds-comm"}),
     "ds-pipe": frozenset({"ds-comm"}),
     "ds-zero": frozenset({"ds-kernels"}),

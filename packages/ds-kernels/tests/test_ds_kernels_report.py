@@ -17,4 +17,13 @@ def test_first_row_is_the_native_module() -> None:
 def test_missing_module_shows_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = NativeStatus(available=False, reason="no compiler")
     monkeypatch.setattr(report, "native_status", lambda: missing)
-    assert report.rows() == [("ds-kernels", "missing", "no compiler")]
+    assert report.rows()[0] == ("ds-kernels", "missing", "no compiler")
+
+
+def test_every_op_has_a_row_with_its_backends_and_reasons() -> None:
+    rows = {item.removeprefix("ds-kernels op "): rest for item, *rest in report.op_rows()}
+    backends, reasons = rows["adam_"]
+    assert "reference" in backends.split(", ")
+    assert ("cpu" in backends.split(", ")) is native_status().available
+    assert "triton: the op has no such version" in reasons
+    assert "cuda: " in reasons, "no GPU result of this source is recorded yet"

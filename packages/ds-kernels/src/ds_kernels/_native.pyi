@@ -1,10 +1,71 @@
-from typing import TypedDict
+from collections.abc import Sequence
+from typing import TypedDict, type_check_only
 
+from torch import Tensor
+
+@type_check_only
 class _BuildInfo(TypedDict):
     compiler: str
     compiler_version: str
     cxx_standard: int
     flags: str
+    openmp: bool
+    cuda_version: str
+    cuda_architectures: str
+    cuda_sources: str
 
-def build_info() -> _BuildInfo: ...
-def cpu_level() -> str: ...
+@type_check_only
+class Native:
+    # The functions of the module, as methods so that the module has a type.
+
+    def build_info(self) -> _BuildInfo: ...
+    def cpu_level(self) -> str: ...
+    def cpu_level_in_use(self) -> str: ...
+    def set_cpu_level(self, name: str) -> None: ...
+
+    # adam
+    def adam_(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        step: int,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        adamw: bool,
+        bias_correction: bool,
+        grad_scale: float,
+        out: Tensor | None,
+        undo: Tensor | None,
+        /,
+    ) -> None: ...
+    def adam_list_(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        exp_avgs: Sequence[Tensor],
+        exp_avg_sqs: Sequence[Tensor],
+        step: int,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        adamw: bool,
+        bias_correction: bool,
+        grad_scale: float,
+        outs: Sequence[Tensor] | None,
+        undos: Sequence[Tensor] | None,
+        /,
+    ) -> None: ...
+    def adam_bound_(
+        self, param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, /
+    ) -> None: ...
+
+    # elementary
+    def elementary_(self, function: int, out: Tensor, x: Tensor, /) -> None: ...
+    def convert_(self, out: Tensor, x: Tensor, /) -> None: ...

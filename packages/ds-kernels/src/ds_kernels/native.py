@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, cast
+
+if TYPE_CHECKING:
+    from ds_kernels._native import Native
 
 __all__ = [
     "BuildInfo",
@@ -15,6 +20,9 @@ __all__ = [
     "NativeUnavailableError",
     "build_info",
     "cpu_level",
+    "cpu_level_in_use",
+    "forced_cpu_level",
+    "load_native",
     "native_status",
 ]
 
@@ -52,12 +60,20 @@ class BuildInfo:
         compiler_version: Its version.
         cxx_standard: The value of ``__cplusplus``, 201703 for C++17.
         flags: The options that the compiler was given.
+        openmp: True if kernels use threads.
+        cuda_version: The CUDA compiler's version, empty without CUDA kernels.
+        cuda_architectures: What the CUDA kernels were compiled for.
+        cuda_sources: SHA-256 of the sources of each op's CUDA kernel, by op file.
     """
 
     compiler: str
     compiler_version: str
     cxx_standard: int
     flags: str
+    openmp: bool = False
+    cuda_version: str = ""
+    cuda_architectures: str = ""
+    cuda_sources: tuple[tuple[str, str], ...] = ()
 
 
 @cache
@@ -69,7 +85,7 @@ def native_status() -> NativeStatus:
     if find_spec("ds_kernels._native") is None:
         return NativeStatus(available=False, reason=f"{_missing_reason()}. {_REMEDY}")
     try:
-        from ds_kernels import _native  # noqa: F401
+        _import()
     except ImportError as error:
         reason = f"the native module of ds_kernels does not load here: {error}. {_REMEDY}"
         return NativeStatus(available=False, reason=reason)
@@ -82,10 +98,18 @@ def build_info() -> BuildInfo:
     Raises:
         NativeUnavailableError: The native module is not there.
     """
-    _require_native()
-    from ds_kernels import _native
-
-    return BuildInfo(**_native.build_info())
+    info = load_native().build_info()
+    sources = (item.partition("=") for item in info["cuda_sources"].split())
+    return BuildInfo(
+        compiler=info["compiler"],
+        compiler_version=info["compiler_version"],
+        cxx_standard=info["cxx_standard"],
+        flags=info["flags"],
+        openmp=info["openmp"],
+        cuda_version=info["cuda_version"],
+        cuda_architectures=info["cuda_architectures"],
+        cuda_sources=tuple((name, digest) for name, _, digest in sources),
+    )
 
 
 def cpu_level() -> CpuLevel:
@@ -98,10 +122,50 @@ def cpu_level() -> CpuLevel:
     Raises:
         NativeUnavailableError: The native module is not there.
     """
-    _require_native()
-    from ds_kernels import _native
+    return _CPU_LEVELS[load_native().cpu_level()]
 
-    return _CPU_LEVELS[_native.cpu_level()]
+
+def cpu_level_in_use() -> CpuLevel:
+    """The instruction set that kernels use: :func:`cpu_level` or less.
+
+    ``DS_KERNELS_CPU_LEVEL``, read when the native module loads, lowers it.
+
+    Raises:
+        NativeUnavailableError: The native module is not there.
+    """
+    return _CPU_LEVELS[load_native().cpu_level_in_use()]
+
+
+@contextmanager
+def forced_cpu_level(level: CpuLevel) -> Iterator[None]:
+    """Use a lower instruction set in this process within the block, for tests and measurements.
+
+    Raises:
+        NativeUnavailableError: The native module is not there.
+        ValueError: This CPU does not run ``level``.
+    """
+    native = load_native()
+    before = native.cpu_level_in_use()
+    native.set_cpu_level(level)
+    if native.cpu_level_in_use() != level:
+        native.set_cpu_level(before)
+        raise ValueError(f"this CPU runs up to {native.cpu_level()}, not {level}")
+    try:
+        yield
+    finally:
+        native.set_cpu_level(before)
+
+
+def load_native() -> Native:
+    """The native module.
+
+    Raises:
+        NativeUnavailableError: It is not there; :func:`native_status` has the reason.
+    """
+    status = native_status()
+    if not status.available:
+        raise NativeUnavailableError(status.reason)
+    return _import()
 
 
 _REMEDY = (
@@ -117,8 +181,14 @@ def _missing_reason() -> str:
     return "ds_kernels runs from a source tree where its native module was never built"
 
 
-def _require_native() -> None:
-    """Raise unless the native module can be used."""
-    status = native_status()
-    if not status.available:
-        raise NativeUnavailableError(status.reason)
+def _import() -> Native:
+    """Import the module; torch brings libgomp.so.1 where the system has none."""
+    try:
+        from ds_kernels import _native
+    except ImportError as error:
+        if "libgomp" not in str(error):
+            raise
+        import torch  # noqa: F401
+
+        from ds_kernels import _native
+    return cast("Native", _native)

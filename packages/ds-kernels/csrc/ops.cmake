@@ -1,0 +1,5 @@
+# One line per op, in alphabetical order: csrc/binding/NAME.cpp always, csrc/cpu/NAME.cpp with CPU,
+# csrc/cuda/NAME.cu with CUDA. Nothing is globbed, so a forgotten file is an error.
+
+ds_op(adam CPU CUDA)
+ds_op(elementary CPU CUDA)
