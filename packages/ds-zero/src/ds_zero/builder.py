@@ -164,6 +164,7 @@ def _options(config: EngineConfig) -> CoreOptions:
         clip_norm=config.gradient_clipping,
         accumulation_dtype=_dtype(config.data_types.grad_accum_dtype),
         wire_dtype=_dtype(config.communication_data_type),
+        sparse_gradients=config.sparse_gradients,
         ignore_unused=zero.ignore_unused_parameters,
         prefetch=zero.prefetch_bucket_size > 0 and zero.overlap_comm is not False,
         rules=_rules(zero),

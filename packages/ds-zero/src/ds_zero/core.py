@@ -56,6 +56,8 @@ class CoreOptions:
     """Dtype in which gradients travel; that of the sums, or the compute dtype without any."""
     ignore_unused: bool = True
     """Leave parameters without a gradient alone; otherwise they are an error."""
+    sparse_gradients: bool = False
+    """Reduce the gradients of embeddings by rows where that is fewer bytes."""
     prefetch: bool = True
     """Begin to gather the next unit while one computes."""
     rules: UnitRules = UnitRules()
@@ -106,7 +108,7 @@ class ZeroCore:
                 "its destroy() first"
             )
         self.trace = Trace()
-        specs = _describe(model, self.params, groups, options.compute_dtype)
+        specs = _describe(model, self.params, groups, options)
         plans = plan_units(model, specs, options.rules)
         group = collectives.group
         self.layout = ModelLayout.build([plan.spec for plan in plans], group.size)
@@ -383,7 +385,7 @@ def _describe(
     model: nn.Module,
     params: Mapping[str, nn.Parameter],
     groups: Sequence[Sequence[nn.Parameter]],
-    compute_dtype: torch.dtype | None,
+    options: CoreOptions,
 ) -> dict[int, ParamSpec]:
     """Describe every parameter, by its id.
 
@@ -397,6 +399,8 @@ def _describe(
         if isinstance(module, _BatchNorm)
         for param in module.parameters(recurse=False)
     }
+    compute_dtype = options.compute_dtype
+    sparse = _embeddings(model) if options.sparse_gradients else frozenset()
     group_of = {id(p): index for index, group in enumerate(groups) for p in group}
     specs: dict[int, ParamSpec] = {}
     for name, param in params.items():
@@ -409,6 +413,21 @@ def _describe(
         dtype = compute_dtype if lowered and compute_dtype is not None else param.dtype
         trainable = param.requires_grad and id(param) in group_of
         specs[id(param)] = ParamSpec(
-            name, tuple(param.shape), dtype, trainable, group_of.get(id(param), 0)
+            name,
+            tuple(param.shape),
+            dtype,
+            trainable,
+            group_of.get(id(param), 0),
+            sparse=trainable and id(param) in sparse,
         )
     return specs
+
+
+def _embeddings(model: nn.Module) -> frozenset[int]:
+    """Ids of the weights that only embeddings own, so that few of their rows have a gradient."""
+    inside: set[int] = set()
+    outside: set[int] = set()
+    for module in model.modules():
+        own = {id(param) for param in module.parameters(recurse=False)}
+        (inside if isinstance(module, nn.Embedding | nn.EmbeddingBag) else outside).update(own)
+    return frozenset(inside - outside)

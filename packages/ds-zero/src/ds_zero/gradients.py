@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from ds_comm.collectives import Collectives, Work
 from ds_zero.flat import FlatRun, Unit
 from ds_zero.memory import FlatBuffer, flat_buffer
+from ds_zero.rows import FlatReduction, RowCollectives
 from ds_zero.stages import Extent, Stage
 from ds_zero.trace import Trace
 
@@ -44,6 +45,7 @@ class RunGradients:
     """The gradients of one trainable run on this rank."""
 
     run: FlatRun
+    reduction: FlatReduction
     local: Tensor | None = None
     """``[numel]`` gradients of this rank that are not reduced yet."""
     seen: set[int] = field(default_factory=set)
@@ -126,7 +128,12 @@ class GradientFlow:
         self.accumulating = accumulation > 1
         self.accumulation = accumulation
         self.by_unit: list[list[RunGradients]] = [
-            [RunGradients(run) for run in unit.runs if run.layout.trainable] for unit in units
+            [
+                RunGradients(run, _reduction(run, collectives))
+                for run in unit.runs
+                if run.layout.trainable
+            ]
+            for unit in units
         ]
         self._place: dict[int, tuple[RunGradients, int]] = {
             id(param): (gradients, slot)
@@ -175,9 +182,13 @@ class GradientFlow:
         local = self._local(gradients)
         slot = gradients.run.layout.slots[index]
         target = local[slot.start : slot.stop].view(slot.spec.shape)
-        if grad.is_sparse:
-            grad = grad.to_dense()
-        if index in gradients.seen:
+        if grad.is_sparse and grad.sparse_dim() == 1:
+            if index not in gradients.seen:
+                target.zero_()
+            grad = grad.coalesce()
+            values = grad.values().to(target.dtype)
+            target.index_add_(0, grad.indices()[0], values, alpha=self._scale)
+        elif index in gradients.seen:
             target.add_(grad, alpha=self._scale)
         elif grad.dtype == target.dtype:
             torch.mul(grad, self._scale, out=target)
@@ -274,7 +285,7 @@ class GradientFlow:
                 out = self._shard(gradients)
                 accumulate = gradients.has_reduced
             name = gradients.run.layout.name
-            work = self._collectives.reduce(wire, out, name, accumulate=accumulate)
+            work = gradients.reduction.reduce(wire, out, name, accumulate=accumulate)
             gradients.has_reduced = gradients.flying = True
             self._flight.append((gradients, work))
 
@@ -315,7 +326,7 @@ class GradientFlow:
             landed.append(gradients)
             if whole and gradients.reduced is not None:
                 name = gradients.run.layout.name
-                gathers.append(self._collectives.gather(gradients.reduced, name))
+                gathers.append(gradients.reduction.gather(gradients.reduced, name))
         for gather in gathers:
             gather.wait()
         for gradients in landed:
@@ -362,3 +373,11 @@ class GradientFlow:
             gradients.has_reduced = False
             gradients.carry = None
         self.restart_order()
+
+
+def _reduction(run: FlatRun, collectives: Collectives) -> FlatReduction:
+    """How the gradients of a run travel; see [Note: rows] in ``rows``."""
+    spec = run.layout.slots[0].spec
+    if not spec.sparse or collectives.group.size == 1 or not spec.numel:
+        return collectives
+    return RowCollectives(collectives, spec.shape[0], spec.numel // spec.shape[0])

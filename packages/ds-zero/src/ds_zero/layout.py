@@ -2,10 +2,10 @@
 
 [Note: layout]
 A *unit* is what is gathered and reduced together, typically one transformer block.  It holds one
-flat *run* per (dtype, trainable), ordered by optimiser parameter group.  Inside a run each
-parameter has a *slot* whose start is aligned to 64 bytes; the run is padded so that it cuts into
-``num_shards`` equal shards.  A shard boundary may fall inside a parameter: the part of a slot that
-a shard holds is a *piece*.
+flat *run* per (dtype, trainable), ordered by optimiser parameter group, and one for each parameter
+that is reduced by rows.  Inside a run each parameter has a *slot* whose start is aligned to 64
+bytes; the run is padded so that it cuts into ``num_shards`` equal shards.  A shard boundary may
+fall inside a parameter: the part of a slot that a shard holds is a *piece*.
 
 The runtime, the checkpoint, the exporter and the tests share these objects.  The layout is the
 same at every ZeRO stage, which is what makes the stages bit-identical.
@@ -41,6 +41,8 @@ class ParamSpec:
     """``requires_grad`` when the engine was built."""
     group: int = 0
     """Index of its optimiser parameter group; 0 for parameters that no group holds."""
+    sparse: bool = False
+    """Whether its gradient is reduced by rows; it then has a run of its own."""
 
     @property
     def numel(self) -> int:
@@ -166,14 +168,17 @@ class ModelLayout:
 
 
 def _place(unit: UnitSpec, num_shards: int) -> Iterator[Run]:
-    """Split a unit into runs by dtype and trainability, and give each parameter a slot."""
-    kinds: dict[tuple[torch.dtype, bool], list[ParamSpec]] = {}
+    """Split a unit into runs by dtype, trainability and reduction; give each parameter a slot."""
+    kinds: dict[tuple[torch.dtype, bool, str], list[ParamSpec]] = {}
     for spec in unit.params:
-        kinds.setdefault((spec.dtype, spec.trainable), []).append(spec)
-    for (dtype, trainable), specs in kinds.items():
+        alone = spec.name if spec.sparse else ""
+        kinds.setdefault((spec.dtype, spec.trainable, alone), []).append(spec)
+    for (dtype, trainable, alone), specs in kinds.items():
         ordered = sorted(specs, key=lambda spec: spec.group)
         slots, numel = _pack(ordered, max(VECTOR_NUMEL, 64 // dtype.itemsize), num_shards)
-        suffix = "" if len(kinds) == 1 else f"[{_short(dtype)}{'' if trainable else ', frozen'}]"
+        suffix = (
+            "" if len(kinds) == 1 else f"[{_short(dtype)}{'' if trainable else ', frozen'}]{alone}"
+        )
         yield Run(unit.name + suffix, dtype, trainable, slots, numel, num_shards)
 
 

@@ -427,7 +427,6 @@ def test_the_rest_is_one_error_with_every_path() -> None:
             {"bf16": {"bf16_master_weights_and_grads": True}},
             "bf16.bf16_master_weights_and_grads",
         ),
-        ({"sparse_gradients": True}, "sparse_gradients"),
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
         ({"gradient_predivide_factor": 8}, "gradient_predivide_factor"),
         ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation"),

@@ -120,10 +120,8 @@ class EngineConfig(Section):
         DTypeName, NotYet("leave it out: there is no sequence parallelism yet")
     ] = "float32"
     """Dtype of reductions over the sequence-parallel ranks."""
-    sparse_gradients: Annotated[
-        Flag, NotYet("leave it false: gradients of embeddings are reduced densely")
-    ] = False
-    """Reduce gradients of embeddings as rows."""
+    sparse_gradients: Flag = False
+    """Reduce gradients of embeddings as rows, where that is fewer bytes."""
     memory_breakdown: Annotated[
         Flag, NotYet("read the device's memory statistics through ds_comm.device")
     ] = False
