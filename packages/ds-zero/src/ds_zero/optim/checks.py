@@ -19,9 +19,11 @@ def check_not_negative(name: str, **values: float) -> None:
     Raises:
         ConfigError: One is below 0 or no number.
     """
-    if not all(value >= 0 for value in values.values()):
-        given = ", ".join(f"{key}={value}" for key, value in values.items())
-        raise ConfigError(f"{name} needs {', '.join(values)} >= 0; got {given}")
+    wrong = {key: value for key, value in values.items() if not value >= 0}
+    if wrong:
+        wanted = ", ".join(f"{key} >= 0" for key in wrong)
+        given = ", ".join(f"{key}={value}" for key, value in wrong.items())
+        raise ConfigError(f"{name} needs {wanted}; got {given}")
 
 
 def check_betas(name: str, betas: Sequence[float]) -> tuple[float, float]:
