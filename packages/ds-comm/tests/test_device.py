@@ -102,3 +102,31 @@ def test_reset_that_is_forbidden_says_so_once(
     device.reset_peak_memory()
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 1 and "peak memory counts from the process start" in messages[0]
+
+
+def test_random_states_of_the_device() -> None:
+    device.manual_seed(3)
+    before = device.rng_state()
+    first = torch.rand(2)
+    assert torch.equal(first, torch.rand(2, generator=torch.Generator().manual_seed(3)))
+    device.set_rng_state(before)
+    assert torch.equal(torch.rand(2), first)
+
+
+def test_random_states_of_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are asked of torch's module for the device, not of the CPU."""
+    monkeypatch.delenv("DS_ACCELERATOR")
+    pretend(monkeypatch, "xpu")
+    state = torch.ones(4, dtype=torch.uint8)
+    heard: list[object] = []
+
+    class Module:
+        get_rng_state = staticmethod(lambda: state)
+        set_rng_state = staticmethod(heard.append)
+        manual_seed = staticmethod(heard.append)
+
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: Module)
+    assert device.rng_state() is state
+    device.set_rng_state(state)
+    device.manual_seed(5)
+    assert heard[0] is state and heard[1] == 5

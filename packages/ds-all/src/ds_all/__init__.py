@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ds_all._version import __version__
 
 if TYPE_CHECKING:
-    from ds_all import zero
+    from ds_all import checkpointing, zero
     from ds_all.arguments import add_config_arguments
     from ds_all.config import DSConfig
     from ds_all.facade import initialize
@@ -24,6 +24,7 @@ __all__ = [
     "__version__",
     "add_config_arguments",
     "add_tuning_arguments",
+    "checkpointing",
     "init_distributed",
     "initialize",
     "zero",
@@ -41,8 +42,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> object:
     """Import a public name from its home."""
-    if name == "zero":
-        return importlib.import_module("ds_all.zero")
+    if name in ("checkpointing", "zero"):
+        return importlib.import_module(f"ds_all.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = vars(importlib.import_module(_HOMES[name]))[name]

@@ -24,9 +24,12 @@ __all__ = [
     "current_device",
     "device_count",
     "device_type",
+    "manual_seed",
     "memory",
     "reset_peak_memory",
+    "rng_state",
     "set_device",
+    "set_rng_state",
     "supports_bf16",
     "synchronize",
 ]
@@ -162,6 +165,33 @@ def reset_peak_memory() -> None:
         _CLEAR_REFS.write_text("5")  # proc(5): resets the peak resident set size
     except OSError as error:
         log_once(_LOGGER, "warning", "peak memory counts from the process start: %s", error)
+
+
+def rng_state() -> torch.Tensor:
+    """Return the state of the default random generator of the current device, as bytes."""
+    kind = device_type()
+    state: torch.Tensor = (
+        torch.get_rng_state() if kind == "cpu" else torch.get_device_module(kind).get_rng_state()
+    )
+    return state
+
+
+def set_rng_state(state: torch.Tensor) -> None:
+    """Set the default random generator of the current device to a state of ``rng_state``."""
+    kind = device_type()
+    if kind == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(kind).set_rng_state(state)
+
+
+def manual_seed(seed: int) -> None:
+    """Seed the default random generator of the current device, and no other."""
+    kind = device_type()
+    if kind == "cpu":
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.get_device_module(kind).manual_seed(seed)
 
 
 def supports_bf16() -> bool:

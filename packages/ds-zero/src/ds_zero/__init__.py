@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ds_zero._version import __version__
 
 if TYPE_CHECKING:
+    from ds_zero import checkpointing
     from ds_zero.builder import Initialized, initialize
     from ds_zero.config import EngineConfig
     from ds_zero.core import CoreOptions, StepReport, ZeroCore
@@ -31,6 +32,7 @@ __all__ = [
     "ZeroCore",
     "__version__",
     "add_tuning_arguments",
+    "checkpointing",
     "initialize",
 ]
 
@@ -51,6 +53,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> object:
     """Import a public name from its home."""
+    if name == "checkpointing":
+        return importlib.import_module("ds_zero.checkpointing")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = vars(importlib.import_module(_HOMES[name]))[name]

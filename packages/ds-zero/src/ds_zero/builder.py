@@ -16,6 +16,7 @@ from ds_comm.errors import ConfigError, EngineError
 from ds_comm.group import Group
 from ds_comm.init import init_distributed
 from ds_comm.mesh import Mesh
+from ds_zero.checkpointing import configure_engine
 from ds_zero.config import EngineConfig, ZeroSection
 from ds_zero.core import CoreOptions, ZeroCore
 from ds_zero.data import DistributedLoader
@@ -117,6 +118,8 @@ def initialize(
             sharded=core.options.stage > 0,
             allow_untested=settings.zero_allow_untested_optimizer,
         )
+    if "activation_checkpointing" in settings.model_fields_set:
+        configure_engine(settings.activation_checkpointing, mesh)
     schedule = _schedule(settings, built, lr_scheduler)
     engine = Engine(model, core, settings, mesh.data, schedule)
     engine.collate_fn = collate_fn

@@ -438,10 +438,6 @@ def test_the_rest_is_one_error_with_every_path() -> None:
         ({"graph_harvesting": True}, "graph_harvesting"),
         ({"log_level": "info"}, "log_level"),
         ({"data_types": {"buffer_dtype": "bf16"}}, "data_types.buffer_dtype"),
-        (
-            {"activation_checkpointing": {"cpu_checkpointing": True}},
-            "activation_checkpointing.cpu_checkpointing",
-        ),
         *(
             ({"zero_optimization": {"stage": 3, key: value}}, f"zero_optimization.{key}")
             for key, value in {

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ds_comm.config import Flag, NoEffect, NotYet, Section, Whole
+from ds_comm.config import Contradiction, Flag, NoEffect, NotYet, Section, Whole
 
 __all__ = [
     "ActivationCheckpointingSection",
@@ -14,7 +15,6 @@ __all__ = [
     "ParallelWriteSection",
 ]
 
-_TORCH = "leave it out and use torch.utils.checkpoint in the model, which works at every stage"
 _WRITER = "leave it out: every rank writes its own files in parallel"
 
 
@@ -55,17 +55,42 @@ class CheckpointSection(Section):
 
 
 class ActivationCheckpointingSection(Section):
-    """``activation_checkpointing``: how checkpointed activations are stored."""
+    """``activation_checkpointing``: how ``ds_zero.checkpointing`` keeps the inputs of checkpoints.
 
-    partition_activations: Annotated[Flag, NotYet(_TORCH)] = False
-    """Split saved activations over the tensor-parallel ranks."""
-    cpu_checkpointing: Annotated[Flag, NotYet(_TORCH)] = False
-    """Keep saved activations in host memory."""
-    contiguous_memory_optimization: Annotated[Flag, NotYet(_TORCH)] = False
-    """Copy saved activations into one buffer."""
-    number_checkpoints: Annotated[Whole | None, NotYet(_TORCH)] = None
-    """Number of checkpoints in that buffer."""
-    synchronize_checkpoint_boundary: Annotated[Flag, NotYet(_TORCH)] = False
-    """Synchronise the device at every checkpoint."""
-    profile: Annotated[Flag, NotYet(_TORCH)] = False
-    """Time the forward and backward pass of every checkpoint."""
+    Which parts of a model are recomputed is the model's own choice.
+    """
+
+    partition_activations: Flag = False
+    """Cut inputs of checkpoints over the tensor-parallel ranks, which gather them in backward."""
+    cpu_checkpointing: Flag = False
+    """Keep inputs of checkpoints in page-locked host memory; nothing changes on the CPU."""
+    contiguous_memory_optimization: Flag = False
+    """Copy the parts that are kept into one buffer, against fragmentation."""
+    number_checkpoints: Annotated[Whole, Field(gt=0)] | None = None
+    """Checkpoints for which that buffer has room."""
+    synchronize_checkpoint_boundary: Flag = False
+    """Synchronise the device around every checkpoint."""
+    profile: Flag = False
+    """Log the times of every checkpoint; synchronises the device."""
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        """One buffer without its size, or without copies to put there."""
+        if not self.contiguous_memory_optimization:
+            return
+        if self.number_checkpoints is None:
+            yield Contradiction(
+                "contiguous_memory_optimization",
+                "the buffer's size is needed: give number_checkpoints",
+                ("contiguous_memory_optimization", "number_checkpoints"),
+            )
+        if not (self.partition_activations or self.cpu_checkpointing):
+            yield Contradiction(
+                "contiguous_memory_optimization",
+                "inputs are copied only where they are cut or moved to the host: give "
+                "partition_activations or cpu_checkpointing",
+                (
+                    "contiguous_memory_optimization",
+                    "partition_activations",
+                    "cpu_checkpointing",
+                ),
+            )
