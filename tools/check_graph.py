@@ -74,7 +74,6 @@ AWAITED: Mapping[str, frozenset[str]] = {
     "ds-kernels": frozenset({"numpy"}),
     "ds-moe": frozenset({"ds-comm"}),
     "ds-pipe": frozenset({"ds-comm"}),
-    "ds-zero": frozenset({"ds-kernels"}),
 }
 FACADE = "ds-all"
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
-from ds_kernels.registry import Op
+from ds_kernels.registry import Backend, Op
 
-__all__ = ["OP_MODULES", "all_ops"]
+__all__ = ["OP_MODULES", "all_ops", "chosen_backend"]
 
 OP_MODULES: tuple[str, ...] = ("adam",)
 """Names of the modules here, in alphabetical order."""
@@ -19,3 +19,19 @@ def all_ops() -> Iterator[Op[Any, Any]]:
     for name in OP_MODULES:
         module = import_module(f"ds_kernels.ops.{name}")
         yield from (value for value in vars(module).values() if isinstance(value, Op))
+
+
+def chosen_backend(module: str, name: str, device_type: str) -> Backend:
+    """The backend that an op takes, for callers with something better than the reference.
+
+    Args:
+        module: Name of the module here, such as ``"adam"``.
+        name: Name of the op, such as ``"adam_"``.
+        device_type: ``tensor.device.type``.
+
+    Raises:
+        KeyError: The module has no such op.
+    """
+    values = vars(import_module(f"ds_kernels.ops.{module}")).values()
+    ops = {value.name: value for value in values if isinstance(value, Op)}
+    return ops[name].chosen_backend(device_type)

@@ -9,8 +9,10 @@ import torch
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
+from ds_kernels.ops.adam import adam_
 from ds_zero.optim.checks import check_betas, check_not_negative
 from ds_zero.optim.flat import FlatOptimizer, Segment, Stretch, scaled
+from ds_zero.optim.kernels import kernel_serves
 
 __all__ = ["FlatAdam", "adam_stretch"]
 
@@ -73,6 +75,31 @@ def adam_stretch(
     group: Mapping[str, Any], segment: Segment, stretch: Stretch, grad_scale: float
 ) -> None:
     """Adam on one stretch with states ``exp_avg`` and ``exp_avg_sq``."""
+    if not kernel_serves("adam", "adam_", stretch.param):
+        _by_torch(group, segment, stretch, grad_scale)
+        return
+    adam_(
+        stretch.param,
+        stretch.grad,
+        stretch.states["exp_avg"],
+        stretch.states["exp_avg_sq"],
+        step=segment.step + 1,
+        lr=float(group["lr"]),
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        adamw=group["adam_w_mode"],
+        bias_correction=group["bias_correction"],
+        grad_scale=grad_scale,
+        out=stretch.copy,
+    )
+
+
+def _by_torch(
+    group: Mapping[str, Any], segment: Segment, stretch: Stretch, grad_scale: float
+) -> None:
+    """The same by torch's fused kernel, which is faster than the reference of ds-kernels."""
     count = float(segment.step) if group["bias_correction"] else _LATE
     update = adamw if group["adam_w_mode"] else adam
     states = stretch.states
