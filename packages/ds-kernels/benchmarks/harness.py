@@ -7,15 +7,18 @@ of them; the ratio is the median over the rounds of ratios within a round.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import statistics
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 import ds_kernels
 
@@ -80,6 +83,67 @@ def compare(
     return result
 
 
+DTYPES = (torch.float32, torch.bfloat16)
+"""What the transformer ops are measured in."""
+
+SHAPES = ((256, 1024), (4096, 4096))
+"""Rows and columns: in cache and out of it."""
+
+
+def compare_both_ways(
+    name: str,
+    inputs: Sequence[Tensor],
+    grad: Tensor,
+    *,
+    ours: Callable[..., Tensor],
+    theirs: Mapping[str, tuple[Callable[..., Tensor], float]],
+    rounds: int = 15,
+) -> list[Result]:
+    """Compare a differentiable function forward, and forward with backward.
+
+    Args:
+        name: What is measured.
+        inputs: Its arguments; every floating-point one gets a gradient.
+        grad: The gradient of the result.
+        ours: Our function.
+        theirs: By name another function and the largest accepted (our time) / (its time).
+        rounds: See :func:`compare`.
+    """
+    functions = {"ours": ours, **{key: function for key, (function, _) in theirs.items()}}
+    bars = {key: bar for key, (_, bar) in theirs.items()}
+    repeat = max(1, (1 << 20) // max(inputs[0].numel(), 1))
+    leaves = [x.detach().clone().requires_grad_(x.dtype.is_floating_point) for x in inputs]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+
+    def forward(function: Callable[..., Tensor]) -> Callable[[], object]:
+        return lambda: function(*inputs)
+
+    def both(function: Callable[..., Tensor]) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(function(*leaves), wanted, grad)
+
+    return [
+        compare(
+            f"{name} {kind}",
+            {key: make(function) for key, function in functions.items()},
+            rounds=rounds,
+            repeat=repeat,
+            bars=bars,
+        )
+        for kind, make in (("forward", forward), ("forward + backward", both))
+    ]
+
+
+def pin_malloc() -> None:
+    """Keep freed blocks in the process, or page faults of large results hide the kernels."""
+    libc = ctypes.CDLL(None)
+    if sys.platform == "linux":
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
 def _show(result: Result, first: str) -> None:
     print(f"{result.name}: {first} {result.seconds[first] * 1e3:.3f} ms")
     for key, value in result.ratio.items():
@@ -101,6 +165,7 @@ def main(name: str, measure: Callable[[], list[Result]]) -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    pin_malloc()
     load = os.getloadavg()[0]
     print(
         f"{name}: torch {torch.__version__}, {arguments.threads} threads, load {load:.1f}, "

@@ -2,4 +2,5 @@
 # csrc/cuda/NAME.cu with CUDA. Nothing is globbed, so a forgotten file is an error.
 
 ds_op(adam CPU CUDA)
+ds_op(bias_activation CPU CUDA)
 ds_op(elementary CPU CUDA)

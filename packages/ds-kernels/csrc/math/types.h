@@ -65,9 +65,8 @@ template <> DS_HD float from_float<float>(float x) { return x; }
 
 template <> DS_HD bf16 from_float<bf16>(float x) {
   const uint32_t u = bit_cast<uint32_t>(x);
-  const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-  const uint32_t nan = (u >> 16) | 0x40u;
-  return bf16{static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? nan : rounded)};
+  const uint32_t nan = x != x ? 0x7fc00000u : 0u;  // the sum may carry into the sign: set the rest
+  return bf16{static_cast<uint16_t>(((u + 0x7fffu + ((u >> 16) & 1u)) | nan) >> 16)};
 }
 
 template <> DS_HD fp16 from_float<fp16>(float x) {

@@ -66,6 +66,22 @@ class Native:
         self, param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, /
     ) -> None: ...
 
+    # bias_activation
+    def bias_activation_(
+        self, out: Tensor, x: Tensor, bias: Tensor | None, activation: int, /
+    ) -> None: ...
+    def bias_activation_backward_(
+        self,
+        grad_x: Tensor,
+        grad_bias: Tensor | None,
+        partials: Tensor | None,
+        grad: Tensor,
+        x: Tensor,
+        bias: Tensor | None,
+        activation: int,
+        /,
+    ) -> None: ...
+
     # elementary
     def elementary_(self, function: int, out: Tensor, x: Tensor, /) -> None: ...
     def convert_(self, out: Tensor, x: Tensor, /) -> None: ...

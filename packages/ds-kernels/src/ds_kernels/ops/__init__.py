@@ -10,7 +10,7 @@ from ds_kernels.registry import Backend, Op
 
 __all__ = ["OP_MODULES", "all_ops", "chosen_backend"]
 
-OP_MODULES: tuple[str, ...] = ("adam",)
+OP_MODULES: tuple[str, ...] = ("adam", "bias_activation")
 """Names of the modules here, in alphabetical order."""
 
 
