@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from harness import DTYPES, SHAPES, Result, compare_both_ways, main
-from torch.nn import functional as F
 
 from ds_kernels.ops.bias_activation import Activation, bias_activation
 from ds_kernels.reference.bias_activation import activate
