@@ -16,6 +16,7 @@ __all__ = [
     "DivergenceError",
     "EditError",
     "EngineError",
+    "LossScaleError",
     "MeshError",
 ]
 
@@ -50,6 +51,10 @@ class EditError(DSError, RuntimeError):
 
 class EngineError(DSError, RuntimeError):
     """An engine verb was called in a state where it has no meaning."""
+
+
+class LossScaleError(EngineError, ArithmeticError):
+    """Gradients overflow at the smallest loss scale, so that no step could succeed any more."""
 
 
 class CheckpointError(DSError, RuntimeError):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ds_comm.collectives import Collectives, gather_objects
 from ds_comm.errors import DivergenceError
-from ds_zero.gradients import GradientFlow, RunGradients
+from ds_zero.gradients import GradientFlow, own_shard
 from ds_zero.trace import Trace, first_difference
 
 __all__ = ["Agreement", "agree", "squared_norm"]
@@ -59,12 +59,12 @@ def agree(
     norms = rows[:, :8].reshape(-1).view(torch.float64).tolist()
     mask = rows[:, _HEAD_BYTES + len(unit_names) :].any(dim=0)
     sizes = [len(g.run.params) for g in gradients.all_runs()]
-    return Agreement(math.sqrt(sum(norms)), mask.split(sizes) if sizes else ())
+    return Agreement(math.sqrt(sum(norms)) / gradients.multiplier, mask.split(sizes) if sizes else ())
 
 
 def _row(gradients: GradientFlow, collectives: Collectives, trace: Trace) -> Tensor:
     """Encode this rank's contribution as bytes."""
-    own = sum(squared_norm(_own_shard(g)) for g in gradients.all_runs())
+    own = sum(squared_norm(own_shard(g)) for g in gradients.all_runs())
     head = torch.tensor([own], dtype=torch.float64).view(torch.uint8)
     digest = torch.tensor([trace.digest], dtype=torch.int64).view(torch.uint8)
     late = torch.zeros(len(gradients.by_unit), dtype=torch.uint8)
@@ -76,17 +76,6 @@ def _row(gradients: GradientFlow, collectives: Collectives, trace: Trace) -> Ten
     row = torch.cat([head, digest, late, *used])
     runs = gradients.all_runs()
     return row.to(runs[0].run.flat.device) if runs else row
-
-
-def _own_shard(gradients: RunGradients) -> Tensor | None:
-    """This rank's shard of the reduced gradients, also at stage 0; None if there are none."""
-    reduced = gradients.reduced
-    if reduced is None or not gradients.has_reduced:
-        return None
-    run = gradients.run
-    if reduced.numel() == run.layout.shard_numel:
-        return reduced
-    return reduced[slice(*run.layout.shard_range(run.shard))]
 
 
 def squared_norm(values: Tensor | None) -> float:

@@ -2,8 +2,8 @@
 
 [Note: one door]
 Every gradient enters through :meth:`GradientFlow.accumulate`: one pass that copies it into the
-unit's flat buffer, converts its dtype and applies ``1 / (accumulation * world)``; then
-``param.grad`` is dropped.  A flat buffer of *local* gradients is reduced as a whole into the
+unit's flat buffer, converts its dtype and applies ``1 / (accumulation * world)`` (see
+:class:`Averaging`); then ``param.grad`` is dropped.  A flat buffer of *local* gradients is reduced as a whole into the
 *reduced* shard.  Stages 0 and 1 keep the local buffer until the accumulation boundary, and the
 reduced shard is its own range of it where dtypes agree; stages 2 and 3 reduce after every
 micro-step, return the local buffer to a pool, and give the shard's memory back after the step.
@@ -28,11 +28,12 @@ from torch import Tensor, nn
 from ds_comm.collectives import Collectives, Work
 from ds_zero.flat import FlatRun, Unit
 from ds_zero.memory import FlatBuffer, flat_buffer
+from ds_zero.precision.entry import ScaleEntry
 from ds_zero.rows import FlatReduction, RowCollectives
 from ds_zero.stages import Extent, Stage
 from ds_zero.trace import Trace
 
-__all__ = ["GradientFlow", "RunGradients"]
+__all__ = ["Averaging", "GradientFlow", "RunGradients", "own_shard"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,50 @@ class RunGradients:
     """Whether ``local`` is being reduced and must not be touched."""
     carry: Tensor | None = None
     """What earlier backwards of the window reduced, where ``reduced`` is a range of ``local``."""
+    probe: Tensor | None = None
+    """Sum of what this rank gave to reductions of the window, if gradients are watched."""
+
+    def watch(self, values: Tensor) -> None:
+        """Take note of what is about to be reduced; does not synchronise."""
+        total = values.sum(dtype=torch.promote_types(values.dtype, torch.float32))
+        self.probe = total if self.probe is None else self.probe + total
+
+    def suspect(self) -> bool:
+        """Whether something that was not finite went into a watched reduction."""
+        return self.probe is not None and not bool(torch.isfinite(self.probe))
+
+
+def own_shard(gradients: RunGradients) -> Tensor | None:
+    """This rank's shard of the reduced gradients, also at stage 0; None if there are none."""
+    reduced = gradients.reduced
+    if reduced is None or not gradients.has_reduced:
+        return None
+    run = gradients.run
+    if reduced.numel() == run.layout.shard_numel:
+        return reduced
+    return reduced[slice(*run.layout.shard_range(run.shard))]
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """How gradients of ranks and micro-steps are combined."""
+
+    mean: bool = True
+    """Average over the ranks; otherwise they are summed, and only micro-steps are averaged."""
+    predivide: float = 1.0
+    """Divide by this before the reduction and by the rest at the step; 1 divides by everything
+    before it."""
+
+    def factor_before(self, accumulation: int, world: int) -> float:
+        """By what a gradient is multiplied before the reduction."""
+        ranks = world if self.mean else 1
+        return 1.0 / (accumulation * (ranks if self.predivide == 1.0 else self.predivide))
+
+    def factor_after(self, world: int) -> float:
+        """By what the reduced gradient is still to be multiplied."""
+        if self.predivide == 1.0:
+            return 1.0
+        return self.predivide / (world if self.mean else 1)
 
 
 class BufferPool:
@@ -107,6 +152,8 @@ class GradientFlow:
         accumulation: int,
         accumulation_dtype: torch.dtype | None = None,
         wire_dtype: torch.dtype | None = None,
+        averaging: Averaging | None = None,
+        entry: ScaleEntry | None = None,
     ) -> None:
         """Own the gradients of ``units``.
 
@@ -118,6 +165,8 @@ class GradientFlow:
             accumulation: Micro-steps per optimiser step.
             accumulation_dtype: Dtype of local sums; fp32 by default where there are any.
             wire_dtype: Dtype in which gradients travel; that of the local buffer by default.
+            averaging: How ranks are combined; their mean by default.
+            entry: Tells by what loss scale arriving gradients are multiplied.
         """
         self._units = units
         self._stage = stage
@@ -143,7 +192,14 @@ class GradientFlow:
         }
         self._flight: deque[tuple[RunGradients, Work]] = deque()
         trainable = [g.run for g in self.all_runs()]
-        device = trainable[0].flat.device if trainable else torch.device("cpu")
+        self.device = device = trainable[0].flat.device if trainable else torch.device("cpu")
+        """Where gradients are."""
+        self.watching = False
+        """Whether local gradients are looked at before they are reduced; see ``non_finite``."""
+        self._averaging = averaging or Averaging()
+        self._entry = entry or ScaleEntry(None)
+        self._window_scale: float | None = None
+        self._arrived = 1.0
         largest = max(
             (r.layout.numel * max(4, r.layout.dtype.itemsize) for r in trainable), default=0
         )
@@ -160,8 +216,23 @@ class GradientFlow:
         """Average over ``accumulation`` micro-steps from now on."""
         self.accumulation = accumulation
         self.accumulating = accumulation > 1
-        self._scale = 1.0 / (accumulation * self._collectives.group.size)
+        self._set_factor()
+
+    def _set_factor(self) -> None:
+        """Prepare the factor of gradients that arrive with the scale ``_arrived``."""
+        before = self._averaging.factor_before(self.accumulation, self._collectives.group.size)
+        self._scale = before * (self.loss_scale / self._arrived)
         self._factor.fill_(self._scale)
+
+    @property
+    def loss_scale(self) -> float:
+        """By what loss scale the gradients of this window are multiplied."""
+        return self._window_scale if self._window_scale is not None else self._entry.scale
+
+    @property
+    def multiplier(self) -> float:
+        """What reduced gradients have to be divided by to be those of the loss."""
+        return self.loss_scale / self._averaging.factor_after(self._collectives.group.size)
 
     def all_runs(self) -> list[RunGradients]:
         """The gradients of every trainable run, in layout order."""
@@ -177,7 +248,15 @@ class GradientFlow:
         Args:
             param: A trainable parameter of the model.
             grad: Gradient of this rank's loss, in the parameter's shape, any dtype and strides.
+
+        Raises:
+            EngineError: No loss scale has entered this backward, and one is needed.
         """
+        arrived = self._entry.arrived()
+        if arrived != self._arrived or self._window_scale is None:
+            self._window_scale = self.loss_scale
+            self._arrived = arrived
+            self._set_factor()
         gradients, index = self._place[id(param)]
         local = self._local(gradients)
         slot = gradients.run.layout.slots[index]
@@ -284,6 +363,8 @@ class GradientFlow:
             else:
                 out = self._shard(gradients)
                 accumulate = gradients.has_reduced
+            if self.watching:
+                gradients.watch(wire)
             name = gradients.run.layout.name
             work = gradients.reduction.reduce(wire, out, name, accumulate=accumulate)
             gradients.has_reduced = gradients.flying = True
@@ -339,8 +420,12 @@ class GradientFlow:
 
     @property
     def exposes_grads(self) -> bool:
-        """Whether ``param.grad`` shows reduced gradients: where every rank has them whole."""
-        return self._stage.optimizer is Extent.FULL
+        """Whether ``param.grad`` shows reduced gradients: where every rank has them whole.
+
+        Not where they still are to be divided by a factor of the engine's.
+        """
+        untouched = self._entry.scaler is None and self._averaging.predivide == 1.0
+        return self._stage.optimizer is Extent.FULL and untouched
 
     def expose_grads(self) -> None:
         """Stage 0: let ``param.grad`` show the reduced gradient, as a view where dtypes agree."""
@@ -372,6 +457,8 @@ class GradientFlow:
             gradients.used.clear()
             gradients.has_reduced = False
             gradients.carry = None
+            gradients.probe = None
+        self._window_scale = None
         self.restart_order()
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["changed_or_new", "tensor_versions", "tensors_in"]
+__all__ = ["changed_or_new", "map_tensors", "tensor_versions", "tensors_in"]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -23,6 +24,44 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
     elif is_dataclass(value) and not isinstance(value, type):
         yield from tensors_in(vars(value))
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Copy nested containers with each tensor of :func:`tensors_in` replaced; pure.
+
+    Containers keep their type.  What holds no tensor that changed is returned itself.
+
+    Args:
+        value: Tensors in nested mappings, sequences and dataclasses.
+        function: Gives the tensor that stands in the copy.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        items = {key: map_tensors(item, function) for key, item in value.items()}
+        if all(items[key] is item for key, item in value.items()):
+            return value
+        if not isinstance(value, dict):
+            return items
+        copied = copy.copy(value)
+        for key, item in items.items():
+            copied[key] = item
+        return copied
+    if isinstance(value, list | tuple | set | frozenset):
+        members = [map_tensors(item, function) for item in value]
+        if all(new is old for new, old in zip(members, value, strict=True)):
+            return value
+        named = isinstance(value, tuple) and hasattr(value, "_fields")
+        return type(value)(*members) if named else type(value)(members)
+    if is_dataclass(value) and not isinstance(value, type):
+        fields = map_tensors(vars(value), function)
+        if fields is vars(value):
+            return value
+        copied = copy.copy(value)
+        for name, item in fields.items():
+            object.__setattr__(copied, name, item)
+        return copied
+    return value
 
 
 def tensor_versions(inputs: Any) -> dict[int, int]:

@@ -36,6 +36,7 @@ from ds_comm.errors import EngineError
 from ds_zero.access import watch_reads
 from ds_zero.flat import Presence, Unit
 from ds_zero.gradients import GradientFlow
+from ds_zero.precision.entry import ScaleEntry
 from ds_zero.residency import Residency
 from ds_zero.saved import checkpoint_saves
 from ds_zero.tensors import changed_or_new, tensor_versions
@@ -52,6 +53,7 @@ class Tracker:
         units: Sequence[Unit],
         residency: Residency,
         gradients: GradientFlow,
+        entry: ScaleEntry,
         owner: object,
     ) -> None:
         """Install hooks on ``model``; :meth:`remove` takes them off again.
@@ -61,12 +63,14 @@ class Tracker:
             units: In layout order.
             residency: Gathers and releases them.
             gradients: Takes gradients in and reduces them.
+            entry: Lets the loss scale in.
             owner: Kept alive as long as the model has the hooks.
         """
         self._owner = owner
         self._units = units
         self._residency = residency
         self._gradients = gradients
+        self._entry = entry
         self.synced = True
         """Whether the next backward reduces (the engine sets it before each backward)."""
         self._armed: set[int] = set()
@@ -134,6 +138,7 @@ class Tracker:
                 self.abandon_backward()
             if self._depth == 0 and not _in_backward():
                 self._residency.begin_forward()
+                self._entry.begin_forward()
                 self._reset_running()
             self._depth += 1
 
