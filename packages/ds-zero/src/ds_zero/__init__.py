@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from ds_zero import checkpointing
     from ds_zero.builder import Initialized, initialize
     from ds_zero.config import EngineConfig
-    from ds_zero.core import CoreOptions, StepReport, ZeroCore
+    from ds_zero.core import StepReport, ZeroCore
     from ds_zero.data import DistributedLoader, RepeatingLoader
     from ds_zero.engine import Engine
     from ds_zero.gathered import GatheredParameters
+    from ds_zero.options import CoreOptions
     from ds_zero.schedules import add_tuning_arguments
 
 __all__ = [
@@ -37,7 +38,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CoreOptions": "ds_zero.core",
+    "CoreOptions": "ds_zero.options",
     "DistributedLoader": "ds_zero.data",
     "Engine": "ds_zero.engine",
     "EngineConfig": "ds_zero.config",

@@ -59,7 +59,8 @@ def agree(
     norms = rows[:, :8].reshape(-1).view(torch.float64).tolist()
     mask = rows[:, _HEAD_BYTES + len(unit_names) :].any(dim=0)
     sizes = [len(g.run.params) for g in gradients.all_runs()]
-    return Agreement(math.sqrt(sum(norms)) / gradients.multiplier, mask.split(sizes) if sizes else ())
+    norm = math.sqrt(sum(norms)) / gradients.multiplier
+    return Agreement(norm, mask.split(sizes) if sizes else ())
 
 
 def _row(gradients: GradientFlow, collectives: Collectives, trace: Trace) -> Tensor:

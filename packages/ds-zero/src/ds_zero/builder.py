@@ -18,10 +18,13 @@ from ds_comm.init import init_distributed
 from ds_comm.mesh import Mesh
 from ds_zero.checkpointing import configure_engine
 from ds_zero.config import EngineConfig, ZeroSection
-from ds_zero.core import CoreOptions, ZeroCore
+from ds_zero.core import ZeroCore
 from ds_zero.data import DistributedLoader
 from ds_zero.engine import Engine
+from ds_zero.gradients import Averaging
 from ds_zero.optim import attach_optimizer, optimizer_from_config
+from ds_zero.options import CoreOptions
+from ds_zero.precision import AutocastChoice, ScalePolicy
 from ds_zero.protocols import Schedule
 from ds_zero.schedules import build_schedule
 from ds_zero.units import UnitRules
@@ -117,6 +120,7 @@ def initialize(
             core.collectives,
             sharded=core.options.stage > 0,
             allow_untested=settings.zero_allow_untested_optimizer,
+            state_dtype=_dtype(settings.optimizer_state_dtype),
         )
     if "activation_checkpointing" in settings.model_fields_set:
         configure_engine(settings.activation_checkpointing, mesh)
@@ -160,18 +164,51 @@ def _mesh(mpu: Any, mesh_param: tuple[int, int] | None) -> Mesh:
 
 def _options(config: EngineConfig) -> CoreOptions:
     zero = config.zero_optimization
+    compute_dtype = _dtype(config.compute_dtype)
+    summed = _dtype(config.data_types.grad_accum_dtype)
     return CoreOptions(
         stage=zero.stage,
-        compute_dtype=torch.bfloat16 if config.bf16.enabled else None,
+        compute_dtype=None if compute_dtype == torch.float32 else compute_dtype,
         accumulation=config.batch.accumulation,
         clip_norm=config.gradient_clipping,
-        accumulation_dtype=_dtype(config.data_types.grad_accum_dtype),
+        accumulation_dtype=compute_dtype if config.narrow_masters and summed is None else summed,
         wire_dtype=_dtype(config.communication_data_type),
         sparse_gradients=config.sparse_gradients,
         ignore_unused=zero.ignore_unused_parameters,
         prefetch=zero.prefetch_bucket_size > 0 and zero.overlap_comm is not False,
+        averaging=Averaging(
+            mean=config.gradient_allreduce_op == "mean",
+            predivide=config.gradient_predivide_factor,
+        ),
+        scaling=_scaling(config),
+        narrow_masters=config.narrow_masters,
+        autocast=_autocast(config),
+        buffer_dtype=_dtype(config.data_types.buffer_dtype),
         rules=_rules(zero),
     )
+
+
+def _scaling(config: EngineConfig) -> ScalePolicy | None:
+    """How losses are scaled, if something is computed in fp16."""
+    if not config.scales_loss:
+        return None
+    fp16 = config.fp16
+    return ScalePolicy(
+        initial=fp16.loss_scale or 2.0**fp16.initial_scale_power,
+        dynamic=fp16.loss_scale == 0,
+        window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        consecutive=fp16.consecutive_hysteresis,
+        minimum=fp16.min_loss_scale,
+    )
+
+
+def _autocast(config: EngineConfig) -> AutocastChoice | None:
+    section = config.torch_autocast
+    dtype = _dtype(section.dtype)
+    if not section.enabled or dtype is None:
+        return None
+    return AutocastChoice(dtype, tuple(section.lower_precision_safe_modules))
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ds_comm.collectives import Collectives, broadcast
 from ds_comm.errors import EditError, EngineError
@@ -24,44 +23,25 @@ from ds_zero.agreement import Agreement, agree
 from ds_zero.flat import Presence, build_units
 from ds_zero.gradients import GradientFlow
 from ds_zero.guards import guard_state_dicts
-from ds_zero.layout import ModelLayout, ParamSpec
+from ds_zero.layout import ModelLayout
+from ds_zero.non_finite import NonFinite, find_non_finite
 from ds_zero.optim.base import OptimizedRun, ShardOptimizer, StepGradients
+from ds_zero.options import CoreOptions
+from ds_zero.precision import Autocast, LossScaler, ScaleEntry
 from ds_zero.registry import core_of, forget, register
 from ds_zero.residency import Residency
+from ds_zero.specs import cast_buffers, describe_params
 from ds_zero.stages import STAGES
 from ds_zero.trace import Trace
 from ds_zero.tracker import Tracker
-from ds_zero.units import UnitRules, param_names, plan_units
+from ds_zero.units import param_names, plan_units
 
-__all__ = ["CoreOptions", "StepReport", "ZeroCore"]
+__all__ = ["StepReport", "ZeroCore"]
 
 logger = get_logger(__name__)
 
-
-@dataclass(frozen=True)
-class CoreOptions:
-    """Choices of the mechanism."""
-
-    stage: int = 0
-    """ZeRO stage, 0 to 3."""
-    compute_dtype: torch.dtype | None = None
-    """Dtype of floating-point parameters in the forward pass; None keeps each one's own."""
-    accumulation: int = 1
-    """Micro-steps per optimiser step."""
-    clip_norm: float = 0.0
-    """Largest norm of the averaged gradients; 0 does not clip."""
-    accumulation_dtype: torch.dtype | None = None
-    """Dtype of sums over micro-steps; fp32 by default."""
-    wire_dtype: torch.dtype | None = None
-    """Dtype in which gradients travel; that of the sums, or the compute dtype without any."""
-    ignore_unused: bool = True
-    """Leave parameters without a gradient alone; otherwise they are an error."""
-    sparse_gradients: bool = False
-    """Reduce the gradients of embeddings by rows where that is fewer bytes."""
-    prefetch: bool = True
-    """Begin to gather the next unit while one computes."""
-    rules: UnitRules = UnitRules()
-    """What decides the units."""
+_WATCHED_STEPS = 100
+"""Steps after a skipped one in which local gradients are looked at."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +52,8 @@ class StepReport:
     """L2 norm of the averaged gradients before clipping; may be non-finite."""
     applied: bool
     """Whether parameters were updated; not if the norm is non-finite."""
+    problem: NonFinite | None = None
+    """What was not finite, if the update was skipped."""
 
 
 class ZeroCore:
@@ -108,7 +90,7 @@ class ZeroCore:
                 "its destroy() first"
             )
         self.trace = Trace()
-        specs = _describe(model, self.params, groups, options)
+        specs = describe_params(model, self.params, groups, options)
         plans = plan_units(model, specs, options.rules)
         group = collectives.group
         self.layout = ModelLayout.build([plan.spec for plan in plans], group.size)
@@ -119,10 +101,16 @@ class ZeroCore:
             self.stage,
             group.rank,
             lambda tensor: collectives.broadcast(tensor, 0),
+            narrow_masters=options.narrow_masters,
         )
+        if options.buffer_dtype is not None:
+            cast_buffers(model, options.buffer_dtype)
         for buffer in model.buffers():
             _broadcast_buffer(buffer, group)
         self.residency = Residency(self.units, collectives, self.trace, prefetch=options.prefetch)
+        self.scaler = LossScaler(options.scaling) if options.scaling is not None else None
+        """Moves the loss scale; None where losses are not scaled."""
+        self.entry = ScaleEntry(self.scaler)
         self.gradients = GradientFlow(
             self.units,
             self.stage,
@@ -131,8 +119,16 @@ class ZeroCore:
             accumulation=options.accumulation,
             accumulation_dtype=options.accumulation_dtype,
             wire_dtype=options.wire_dtype,
+            averaging=options.averaging,
+            entry=self.entry,
         )
-        self.tracker = Tracker(model, self.units, self.residency, self.gradients, self)
+        self.gradients.watching = self.scaler is not None
+        self._watched_steps = 0
+        self._losses: list[Tensor] = []
+        self.tracker = Tracker(model, self.units, self.residency, self.gradients, self.entry, self)
+        choice = options.autocast
+        kind = self.gradients.device.type
+        self._autocast = Autocast(model, kind, choice.dtype) if choice is not None else None
         released = {id(p): u for u in self.units if u.releasable for p in u.params}
         self._guards = guard_state_dicts(model, released)
         grouped = {id(param) for group in groups for param in group}
@@ -195,14 +191,37 @@ class ZeroCore:
         self._check_edits()
         names = [unit.name for unit in self.units]
         agreement = agree(self.gradients, self.collectives, self.trace, names)
-        applied = math.isfinite(agreement.grad_norm)
-        if applied:
+        problem = None
+        if math.isfinite(agreement.grad_norm):
             self._check_used(agreement)
             self._update(agreement)
+        else:
+            problem = self._find_problem(names)
+        self._watch_for(_WATCHED_STEPS if problem is not None else self._watched_steps - 1)
+        self.forget_gradients()
+        self.trace.reset()
+        return StepReport(agreement.grad_norm, problem is None, problem)
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Remember a loss of this window, to be looked at if the step has to be skipped."""
+        self._losses.append(loss.detach())
+
+    def forget_gradients(self) -> None:
+        """Drop the gradients and losses of this window."""
         self.gradients.hide_grads()
         self.gradients.clear()
-        self.trace.reset()
-        return StepReport(agreement.grad_norm, applied)
+        self._losses.clear()
+
+    def _find_problem(self, unit_names: Sequence[str]) -> NonFinite:
+        finite = all(bool(torch.isfinite(loss).all()) for loss in self._losses)
+        return find_non_finite(
+            self.gradients, self.collectives, list(self.params), unit_names, loss_finite=finite
+        )
+
+    def _watch_for(self, steps: int) -> None:
+        """Look at local gradients for some steps; see [Note: first non-finite gradient]."""
+        self._watched_steps = max(steps, 0)
+        self.gradients.watching = self.scaler is not None or self._watched_steps > 0
 
     def _update(self, agreement: Agreement) -> None:
         assert self.optimizer is not None
@@ -213,7 +232,7 @@ class ZeroCore:
             StepGradients(
                 grads=[g.reduced if g.has_reduced else None for g in self.gradients.all_runs()],
                 used=[mask.tolist() for mask in agreement.used],
-                scale=min(factor, 1.0),
+                scale=min(factor, 1.0) / self.gradients.multiplier,
             )
         )
         self.publish(copied=True)
@@ -359,6 +378,8 @@ class ZeroCore:
             for param in unit.params:
                 param.data = param.data.clone()
         self.tracker.remove()
+        if self._autocast is not None:
+            self._autocast.remove()
         for handle in self._guards:
             handle.remove()
         forget(list(self.params.values()))
@@ -379,55 +400,3 @@ def _broadcast_buffer(buffer: Tensor, group: Group) -> None:
             buffer.data = whole
         else:
             buffer.copy_(whole)
-
-
-def _describe(
-    model: nn.Module,
-    params: Mapping[str, nn.Parameter],
-    groups: Sequence[Sequence[nn.Parameter]],
-    options: CoreOptions,
-) -> dict[int, ParamSpec]:
-    """Describe every parameter, by its id.
-
-    Raises:
-        EngineError: A parameter cannot be put in a flat buffer.
-    """
-    # Batch norm computes in fp32 with its running statistics, which stay as they are.
-    wide = {
-        id(param)
-        for module in model.modules()
-        if isinstance(module, _BatchNorm)
-        for param in module.parameters(recurse=False)
-    }
-    compute_dtype = options.compute_dtype
-    sparse = _embeddings(model) if options.sparse_gradients else frozenset()
-    group_of = {id(p): index for index, group in enumerate(groups) for p in group}
-    specs: dict[int, ParamSpec] = {}
-    for name, param in params.items():
-        if param.is_complex() or param.layout is not torch.strided:
-            raise EngineError(
-                f"parameter {name!r} is {param.dtype} with layout {param.layout}; only real dense "
-                "parameters can be sharded. Hold it as a real tensor (torch.view_as_real)."
-            )
-        lowered = compute_dtype is not None and param.is_floating_point() and id(param) not in wide
-        dtype = compute_dtype if lowered and compute_dtype is not None else param.dtype
-        trainable = param.requires_grad and id(param) in group_of
-        specs[id(param)] = ParamSpec(
-            name,
-            tuple(param.shape),
-            dtype,
-            trainable,
-            group_of.get(id(param), 0),
-            sparse=trainable and id(param) in sparse,
-        )
-    return specs
-
-
-def _embeddings(model: nn.Module) -> frozenset[int]:
-    """Ids of the weights that only embeddings own, so that few of their rows have a gradient."""
-    inside: set[int] = set()
-    outside: set[int] = set()
-    for module in model.modules():
-        own = {id(param) for param in module.parameters(recurse=False)}
-        (inside if isinstance(module, nn.Embedding | nn.EmbeddingBag) else outside).update(own)
-    return frozenset(inside - outside)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,11 +18,13 @@ from ds_comm.errors import EngineError
 from ds_comm.group import Group
 from ds_comm.logging import get_logger
 from ds_zero.config import BatchSizes, EngineConfig, resolve_batch_sizes
-from ds_zero.core import ZeroCore
+from ds_zero.core import StepReport, ZeroCore
 from ds_zero.data import DistributedLoader
 from ds_zero.export import full_state_dict, load_state_dict, save_weights
+from ds_zero.non_finite import NonFinite
 from ds_zero.persistence import load_engine, save_engine
 from ds_zero.protocols import Schedule
+from ds_zero.tensors import map_tensors
 
 __all__ = ["Counters", "Engine"]
 
@@ -86,19 +89,25 @@ class Engine(nn.Module):
         self._warned_no_sync = False
         self._grad_norm: float | None = None
         self._applied = False
+        self._problem: NonFinite | None = None
 
     # ---- training verbs ----------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model; arguments and result are the model's own."""
+        """Run the model; arguments and result are the model's own.
+
+        With ``fp16.auto_cast`` floating-point tensors among the arguments are cast to fp16.
+        """
         self._prepare()
+        if self.config.fp16.enabled and self.config.fp16.auto_cast:
+            args, kwargs = map_tensors((args, kwargs), _half)
         return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
         """Compute gradients of ``loss`` and average them as the stage wants.
 
         ``loss.backward()`` does the same.  Gradients of several backwards before one ``step()``
-        add up, at every stage.
+        add up, at every stage.  Under loss scaling this is the better way: see :meth:`scale`.
 
         Args:
             loss: Scalar with a graph, not divided by the number of accumulation steps.
@@ -120,14 +129,38 @@ class Engine(nn.Module):
                 "backward(): the loss has no graph; was it computed under no_grad, or detached?"
             )
         self._prepare()
-        loss.backward(retain_graph=retain_graph)
+        self.core.note_loss(loss)
+        with self.core.entry.scaled_backward() as scale:
+            loss.backward(torch.full_like(loss, scale), retain_graph=retain_graph)
         return loss
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Multiply a loss by the loss scale, for ``engine.scale(loss).backward()``.
+
+        Needed where the engine cannot see where a plain ``loss.backward()`` begins: the loss has
+        terms that are no outputs of the model's forward, or an input of the model needs a gradient
+        too.  Gradients of tensors that are not the engine's are multiplied by the scale then, as
+        under torch's ``GradScaler``.
+
+        Args:
+            loss: The whole loss, with a graph.
+
+        Returns:
+            The product; ``loss`` itself where losses are not scaled.
+
+        Raises:
+            EngineError: ``loss`` has no graph.
+        """
+        scaled = self.core.entry.multiply(loss)
+        self.core.note_loss(loss)
+        return scaled
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-step; at an accumulation boundary update the parameters.
 
         A non-finite gradient norm skips the update on every rank: the schedule does not move,
-        ``skipped_steps`` and ``global_steps`` advance.
+        ``skipped_steps`` and ``global_steps`` advance, and a warning names the first gradient that
+        is not finite.
 
         Args:
             lr_kwargs: Keyword arguments for the schedule's ``step``.
@@ -135,6 +168,7 @@ class Engine(nn.Module):
         Raises:
             EngineError: Called inside ``no_sync``, or without an optimiser.
             DivergenceError: Ranks ran different modules; nothing was updated.
+            LossScaleError: Gradients overflow at the smallest loss scale; the step was skipped.
         """
         if self._in_no_sync:
             raise EngineError("step() inside no_sync(): leave the context first")
@@ -151,6 +185,7 @@ class Engine(nn.Module):
         report = self.core.step()
         self._grad_norm = report.grad_norm
         self._applied = report.applied
+        self._problem = report.problem
         self.counters.global_steps += 1
         self.counters.global_samples += self.train_batch_size()
         if report.applied:
@@ -158,13 +193,30 @@ class Engine(nn.Module):
                 self.lr_scheduler.step(**(lr_kwargs or {}))
         else:
             self.counters.skipped_steps += 1
-            logger.warning(
-                "step %d skipped: the gradient norm is %s",
-                self.counters.global_steps,
-                report.grad_norm,
-            )
+        self._follow_scale(report)
         self._prepare()
         self._report_progress()
+        if self.core.scaler is not None:
+            self.core.scaler.check()
+
+    def _follow_scale(self, report: StepReport) -> None:
+        """Move the loss scale, and tell of a step that was skipped."""
+        before, scaler = self.loss_scale, self.core.scaler
+        if scaler is not None:
+            scaler.update(overflow=not report.applied)
+        problem = report.problem
+        if problem is not None:
+            moved = f"; loss scale {before:g} -> {self.loss_scale:g}" if scaler is not None else ""
+            # An overflow under loss scaling is part of the method.
+            routine = scaler is not None and not problem.loss_ranks
+            logger.log(
+                logging.INFO if routine else logging.WARNING,
+                "step %d skipped: the gradient norm is %s; %s%s",
+                self.counters.global_steps,
+                report.grad_norm,
+                problem,
+                moved,
+            )
 
     def describe_start(self) -> None:
         """Log configuration and units where the configuration asks for it (``dump_state``)."""
@@ -217,8 +269,7 @@ class Engine(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this accumulation window.  ``step()`` does it by itself."""
-        self.core.gradients.clear()
-        self.core.gradients.hide_grads()
+        self.core.forget_gradients()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next ``step()`` updates the parameters."""
@@ -294,6 +345,24 @@ class Engine(nn.Module):
         """L2 norm of the last step's averaged gradients before clipping; None before any."""
         return self._grad_norm
 
+    def get_non_finite_gradient(self) -> NonFinite | None:
+        """Why the last step was skipped; None if it was not."""
+        return self._problem
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by now; 1 where they are not scaled."""
+        return self.core.entry.scale
+
+    @property
+    def cur_scale(self) -> float:
+        """The same as :attr:`loss_scale`."""
+        return self.loss_scale
+
+    def get_loss_scale(self) -> float:
+        """The same as :attr:`loss_scale`."""
+        return self.loss_scale
+
     def get_lr(self) -> list[float]:
         """Learning rate of each parameter group."""
         return [float(group["lr"]) for group in self._groups()]
@@ -358,7 +427,7 @@ class Engine(nn.Module):
         self.core.gradients.set_accumulation(sizes.accumulation)
         # A new window begins, whatever was left of the old one.
         self.counters.micro_steps = self.counters.global_steps * sizes.accumulation
-        self.core.gradients.clear()
+        self.core.forget_gradients()
         self._prepare()
 
     # ---- data --------------------------------------------------------------------------------
@@ -512,3 +581,7 @@ class Engine(nn.Module):
     def destroy(self) -> None:
         """Give the model back as an ordinary one: full parameters, no hooks.  Collective."""
         self.core.destroy()
+
+
+def _half(tensor: Tensor) -> Tensor:
+    return tensor.half() if tensor.is_floating_point() else tensor

@@ -3,7 +3,8 @@
 [Note: master]
 The optimiser updates a run's *master*: this rank's shard, or at stage 0 the whole run; fp32
 wherever the run is trainable.  Where the master has the run's own dtype and the run is never
-released, it is no copy but the shard's range of the flat buffer.
+released, it is no copy but the shard's range of the flat buffer.  On request masters have the
+run's own dtype even if it is a 16-bit one.
 
 [Note: placeholder]
 A released parameter's ``data`` is its own 0-dim NaN expanded to the true shape: shape, ``numel``
@@ -199,6 +200,8 @@ def build_units(
     stage: Stage,
     shard: int,
     broadcast: Broadcast,
+    *,
+    narrow_masters: bool = False,
 ) -> list[Unit]:
     """Move every parameter into flat buffers with rank 0's values; collective.
 
@@ -209,12 +212,14 @@ def build_units(
         stage: What a rank keeps.
         shard: Which shard belongs to this rank.
         broadcast: How rank 0's values reach the others.
+        narrow_masters: Let trainable runs of a 16-bit dtype have masters of that dtype.
     """
     units = []
     for index, (unit, plan) in enumerate(zip(layout.units, plans, strict=True)):
         releasable = stage.params is Extent.SHARD and not unit.resident
         runs = tuple(
-            _build_run(run, params, stage, shard, releasable, broadcast) for run in unit.runs
+            _build_run(run, params, stage, shard, releasable, broadcast, narrow_masters)
+            for run in unit.runs
         )
         built = Unit(index, unit, runs, plan.modules, releasable)
         if releasable:
@@ -233,6 +238,7 @@ def _build_run(
     shard: int,
     releasable: bool,
     broadcast: Broadcast,
+    narrow_masters: bool,
 ) -> FlatRun:
     """Allocate one run, fill it with rank 0's values, and point its parameters into it."""
     members = tuple(params[slot.spec.name] for slot in run.slots)
@@ -240,7 +246,8 @@ def _build_run(
     buffer = flat_buffer(run.numel, run.dtype, device)
     flat = buffer.tensor
     narrow = run.dtype.is_floating_point and run.dtype.itemsize < 4
-    master_dtype = torch.float32 if run.trainable and narrow else run.dtype
+    widened = run.trainable and narrow and not narrow_masters
+    master_dtype = torch.float32 if widened else run.dtype
     whole = (
         flat
         if master_dtype == run.dtype

@@ -3,10 +3,11 @@
 [Note: one door]
 Every gradient enters through :meth:`GradientFlow.accumulate`: one pass that copies it into the
 unit's flat buffer, converts its dtype and applies ``1 / (accumulation * world)`` (see
-:class:`Averaging`); then ``param.grad`` is dropped.  A flat buffer of *local* gradients is reduced as a whole into the
-*reduced* shard.  Stages 0 and 1 keep the local buffer until the accumulation boundary, and the
-reduced shard is its own range of it where dtypes agree; stages 2 and 3 reduce after every
-micro-step, return the local buffer to a pool, and give the shard's memory back after the step.
+:class:`Averaging`); then ``param.grad`` is dropped.  A flat buffer of *local* gradients is
+reduced as a whole into the *reduced* shard.  Stages 0 and 1 keep the local buffer until the
+accumulation boundary, and the reduced shard is its own range of it where dtypes agree; stages 2
+and 3 reduce after every micro-step, return the local buffer to a pool, and give the shard's memory
+back after the step.
 
 [Note: order of reductions]
 Within a backward every unit is reduced exactly once, in an order that is the same on all ranks:
@@ -306,10 +307,13 @@ class GradientFlow:
             return dtype
         return self._accumulation_dtype
 
+    def _reduced_dtype(self, gradients: RunGradients) -> torch.dtype:
+        return torch.promote_types(gradients.run.master.dtype, self._accumulation_dtype)
+
     def _stash(self, gradients: RunGradients) -> None:
         """Put reduced values aside before the buffer that they are in takes local ones again."""
         if gradients.shard is None and gradients.reduced is not None:
-            gradients.carry = gradients.reduced.to(gradients.run.master.dtype, copy=True)
+            gradients.carry = gradients.reduced.to(self._reduced_dtype(gradients), copy=True)
             gradients.has_reduced = False
 
     # ---- reduction ---------------------------------------------------------------------------
@@ -373,14 +377,14 @@ class GradientFlow:
     def _reduces_in_place(self, gradients: RunGradients, wire: Tensor) -> bool:
         """Whether the reduced shard can be this rank's own range of the local buffer."""
         kept = self._stage.gradients is Extent.FULL and wire is gradients.local
-        return kept and wire.dtype == gradients.run.master.dtype and gradients.shard is None
+        return kept and wire.dtype == self._reduced_dtype(gradients) and gradients.shard is None
 
     def _shard(self, gradients: RunGradients) -> Tensor:
         """The run's buffer of reduced gradients, inflated."""
         if gradients.shard is None:
             gradients.shard = flat_buffer(
                 gradients.run.layout.shard_numel,
-                gradients.run.master.dtype,
+                self._reduced_dtype(gradients),
                 gradients.run.flat.device,
             )
         gradients.shard.inflate()

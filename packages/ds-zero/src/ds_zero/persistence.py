@@ -140,6 +140,7 @@ def _manifest(engine: Engine, *, exclude_frozen: bool) -> Manifest:
         counters=asdict(engine.counters),
         scalars=optimizer.scalars() if optimizer is not None else {},
         schedule=engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
+        loss_scale=core.scaler.state_dict() if core.scaler is not None else None,
         data=loader.state_dict() if loader is not None else None,
         optimizer=_describe_optimizer(core),
         excluded=tuple(i.name for i in params if exclude_frozen and not i.trainable),
@@ -241,6 +242,8 @@ def load_engine(
         _load_weights(engine.core, checkpoint)
         if engine.core.optimizer is not None:
             _load_optimizer(engine.core, checkpoint if optimizer else None)
+        if optimizer or counters:
+            _load_loss_scale(engine.core, checkpoint if optimizer else None)
         if schedule and engine.lr_scheduler is not None and isinstance(manifest.schedule, dict):
             engine.lr_scheduler.load_state_dict(manifest.schedule)
         if counters:
@@ -284,6 +287,17 @@ def _load_optimizer(core: ZeroCore, checkpoint: Checkpoint | None) -> None:
         if isinstance(stored, dict):
             _load_groups(core.optimizer.optimizer.param_groups, stored.get("param_groups"))
     core.optimizer.load(StoredStates(checkpoint))
+
+
+def _load_loss_scale(core: ZeroCore, checkpoint: Checkpoint | None) -> None:
+    """Restore the loss scale; it begins anew where none is stored, as the optimiser does."""
+    if core.scaler is None:
+        return
+    stored = checkpoint.manifest.loss_scale if checkpoint is not None else None
+    if isinstance(stored, dict):
+        core.scaler.load_state_dict(stored)
+    else:
+        core.scaler.reset()
 
 
 def _check_family(optimizer: torch.optim.Optimizer, manifest: Manifest) -> None:

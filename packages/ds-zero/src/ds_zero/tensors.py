@@ -57,10 +57,10 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
         fields = map_tensors(vars(value), function)
         if fields is vars(value):
             return value
-        copied = copy.copy(value)
+        replaced = copy.copy(value)
         for name, item in fields.items():
-            object.__setattr__(copied, name, item)
-        return copied
+            object.__setattr__(replaced, name, item)
+        return replaced
     return value
 
 

@@ -144,16 +144,19 @@ class Tracker:
 
         return enter
 
-    def _leaving_root(self, owner: nn.Module) -> Callable[..., None]:
-        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _leaving_root(self, owner: nn.Module) -> Callable[..., Any]:
+        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             if module is not owner:
-                return
+                return None
             self._depth = max(0, self._depth - 1)
             if not self._depth and not _in_backward() and not torch.is_grad_enabled():
                 self._return_borrowed()
             if torch.is_grad_enabled():
                 for tensor in changed_or_new(output, tensor_versions((args, kwargs))):
                     tensor.register_hook(_ArmFirst(weakref.ref(self)))
+                if not self._depth:
+                    return self._entry.guard_outputs((args, kwargs), output)
+            return None
 
         return leave
 
@@ -330,6 +333,7 @@ class Tracker:
         self._armed.discard(task)
         if self._armed:
             return
+        self._entry.end_backward()
         self._open.clear()
         gathered, self._gathered_in_task = self._gathered_in_task, []
         if self._depth:

@@ -92,6 +92,7 @@ def encode_manifest(manifest: Manifest) -> dict[str, Json]:
         "mesh": _each(manifest.mesh, "mesh"),
         "counters": _each(manifest.counters, "counters"),
         "schedule": encode_plain(manifest.schedule, "schedule"),
+        "loss_scale": encode_plain(manifest.loss_scale, "loss_scale"),
         "data": encode_plain(manifest.data, "data"),
         "optimizer": encode_plain(manifest.optimizer, "optimizer"),
         "parameters": [_encode_info(info) for info in manifest.parameters],

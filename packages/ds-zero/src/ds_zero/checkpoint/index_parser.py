@@ -71,10 +71,11 @@ class _Node:
     value: Json
     where: str
 
-    def get(self, key: str) -> _Node:
-        if not isinstance(self.value, dict) or key not in self.value:
+    def get(self, key: str, *default: Json) -> _Node:
+        """A member; ``default`` is for keys that the first writers of the format did not have."""
+        if not isinstance(self.value, dict) or (key not in self.value and not default):
             raise self._wrong(f"an object with {key!r}")
-        return _Node(self.value[key], f"{self.where}: {key}")
+        return _Node(self.value.get(key, *default), f"{self.where}: {key}")
 
     def items(self) -> list[tuple[str, _Node]]:
         if not isinstance(self.value, dict):
@@ -161,6 +162,7 @@ def _manifest(root: _Node) -> Manifest:
         counters=root.get("counters").map(_Node.integer),
         scalars=root.get("scalars").map(lambda node: node.map(_Node.scalar)),
         schedule=root.get("schedule").plain(),
+        loss_scale=root.get("loss_scale", None).plain(),
         data=root.get("data").plain(),
         optimizer=root.get("optimizer").plain(),
         excluded=root.get("excluded").list(_Node.text),

@@ -79,7 +79,9 @@ class Manifest:
         mesh: Axis sizes of the writer, and ``world``.
         counters: Engine counters such as ``global_steps``.
         scalars: Parameter name -> optimiser scalars such as ``step``.
-        schedule: State of the learning-rate schedule (and loss scaler); plain containers.
+        schedule: State of the learning-rate schedule; plain containers.
+        loss_scale: State of the loss scale, or None where losses are not scaled; a plain
+            dictionary.
         data: Position of the data loader; plain containers.
         optimizer: Optimiser type and hyper-parameters per group; plain containers.
         excluded: Names in ``parameters`` whose values are left out on purpose.
@@ -94,6 +96,7 @@ class Manifest:
     counters: Mapping[str, int] = field(default_factory=dict)
     scalars: Mapping[str, Mapping[str, Scalar]] = field(default_factory=dict)
     schedule: object = None
+    loss_scale: object = None
     data: object = None
     optimizer: object = None
     excluded: tuple[str, ...] = ()

@@ -104,18 +104,15 @@ class EngineConfig(Section):
         Flag, NotYet("leave it true: step() updates at the end of every accumulation window")
     ] = True
     """Let the engine decide which step() updates; ``false`` makes every step() update."""
-    gradient_allreduce_op: Annotated[
-        Literal["mean", "sum"], NotYet('write "mean" and scale the loss')
-    ] = "mean"
-    """How gradients of the ranks are combined."""
+    gradient_allreduce_op: Literal["mean", "sum"] = "mean"
+    """How gradients of the ranks are combined; micro-batches are averaged in either case."""
     prescale_gradients: Annotated[
-        Flag, NoEffect("the factor 1/(accumulation x ranks) enters before the reduction anyway")
+        Flag, NoEffect("gradients are divided before the reduction anyway")
     ] = False
     """Divide gradients before rather than after the reduction."""
-    gradient_predivide_factor: Annotated[
-        Number, Field(gt=0), NotYet("leave it at 1: gradients are averaged")
-    ] = 1.0
-    """Divide by this before the reduction and by the rest after it."""
+    gradient_predivide_factor: Annotated[Number, Field(gt=0)] = 1.0
+    """Divide gradients by this before the reduction and by the rest after it; 1 divides by
+    everything before it. Another factor leaves ``param.grad`` empty at stage 0."""
     seq_parallel_communication_data_type: Annotated[
         DTypeName, NotYet("leave it out: there is no sequence parallelism yet")
     ] = "float32"
@@ -195,6 +192,30 @@ class EngineConfig(Section):
                 "mode; leave it out",
                 (*switches, "data_types.param_dtype"),
             )
+        if self.data_types.grad_accum_dtype == "float16" and not self.scales_loss:
+            yield Contradiction(
+                "data_types.grad_accum_dtype",
+                'accumulating in fp16 needs the loss scaling of fp16 training; write "fp32" or '
+                '"bf16"',
+                (*switches, "torch_autocast.dtype", "data_types.grad_accum_dtype"),
+            )
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether something is computed in fp16, so that losses are scaled."""
+        autocast = self.torch_autocast
+        return self.fp16.enabled or (autocast.enabled and autocast.dtype == "float16")
+
+    @property
+    def narrow_masters(self) -> bool:
+        """Whether the optimiser updates 16-bit parameters without fp32 masters."""
+        bf16 = self.bf16.enabled and self.bf16.bf16_master_weights_and_grads
+        return bf16 or (self.fp16.enabled and self.fp16.fp16_master_weights_and_grads)
+
+    @property
+    def optimizer_state_dtype(self) -> str | None:
+        """Name of torch's dtype of the optimiser's states; ``None`` leaves it to the optimiser."""
+        return "bfloat16" if self.bf16.enabled and self.bf16.bf16_optimizer_states else None
 
     @property
     def compute_dtype(self) -> str:

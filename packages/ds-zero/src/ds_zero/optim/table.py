@@ -209,6 +209,7 @@ def attach_optimizer(
     *,
     sharded: bool,
     allow_untested: bool,
+    state_dtype: torch.dtype | None = None,
 ) -> ShardOptimizer:
     """Let ``optimizer`` update ``runs``.
 
@@ -218,14 +219,22 @@ def attach_optimizer(
         collectives: Of the ranks that hold the other shards.
         sharded: Whether a master may hold a part of a parameter (stages 1 to 3).
         allow_untested: ``zero_allow_untested_optimizer``: trust unknown classes.
+        state_dtype: Dtype of the states; by default the optimiser's choice.
 
     Raises:
-        ConfigError: No stage supports the optimiser, or it is unknown.
+        ConfigError: No stage supports the optimiser, it is unknown, or it cannot have states of
+            ``state_dtype``.
     """
     if isinstance(optimizer, FlatOptimizer):
-        optimizer.attach(runs, collectives)
+        optimizer.attach(runs, collectives, state_dtype)
         return optimizer
     kind = type(optimizer)
+    if state_dtype is not None and any(run.master.dtype != state_dtype for run in runs):
+        raise ConfigError(
+            f"bf16.bf16_optimizer_states: {kind.__name__} keeps states in the dtype of the master "
+            "weights. Set bf16.bf16_master_weights_and_grads too, or name an optimiser of ds_zero "
+            "(Adam, AdamW, SGD, Lion, Adagrad) in the configuration."
+        )
     from_torch = kind.__module__.startswith("torch.optim")
     if from_torch and kind.__name__ in IMPOSSIBLE:
         raise ConfigError(f"{kind.__name__} {IMPOSSIBLE[kind.__name__]}: no stage supports it")

@@ -130,4 +130,3 @@ def _check_known(model: nn.Module, names: Sequence[str]) -> None:
 
 def _bare(model: nn.Module) -> set[str]:
     return {type(module).__name__ for module in model.modules()}
-

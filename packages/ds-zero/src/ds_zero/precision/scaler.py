@@ -79,6 +79,7 @@ class LossScaler:
         """Begin with the policy's initial scale."""
         self.policy = policy
         self.state = self._initial()
+        self._stuck = False
 
     def _initial(self) -> ScaleState:
         return ScaleState(self.policy.initial, 0, self.policy.hysteresis - 1)
@@ -93,16 +94,21 @@ class LossScaler:
 
         Args:
             overflow: Whether it was skipped because its gradient norm was not finite.
+        """
+        policy, state = self.policy, self.state
+        self.state = next_state(policy, state, overflow=overflow)
+        used_up = overflow and policy.dynamic and not state.tolerance
+        self._stuck = used_up and state.scale <= policy.minimum
+
+    def check(self) -> None:
+        """Raise if the last step overflowed although the scale could not be made smaller.
 
         Raises:
             LossScaleError: The scale is at its minimum and the tolerance is used up.
         """
-        policy, state = self.policy, self.state
-        self.state = next_state(policy, state, overflow=overflow)
-        stuck = overflow and policy.dynamic and not state.tolerance
-        if stuck and state.scale <= policy.minimum:
+        if self._stuck:
             raise LossScaleError(
-                f"gradients overflow at a loss scale of {state.scale:g}, the minimum "
+                f"gradients overflow at a loss scale of {self.scale:g}, the smallest one "
                 "(fp16.min_loss_scale): no step can succeed any more. Look for non-finite values "
                 "in the model or its data, lower the learning rate, set a smaller minimum, or "
                 "train in bf16."
@@ -110,7 +116,7 @@ class LossScaler:
 
     def reset(self) -> None:
         """Begin anew with the initial scale."""
-        self.state = self._initial()
+        self.state, self._stuck = self._initial(), False
 
     def state_dict(self) -> dict[str, float | int]:
         """The state as plain numbers."""
