@@ -17,7 +17,6 @@ from ds_comm.config import ConfigReportError, ProblemKind
 FOLDER = Path(__file__).resolve().parents[4] / "shared" / "configs"
 NUM_FILES = 40
 
-FP16 = {"fp16.enabled"}
 COMPRESS = "compression_training"
 TRAINER_AUTO = {
     "optimizer.params.lr",
@@ -65,24 +64,24 @@ NO_BATCH = refused(contradiction={"train_batch_size"})
 EXPECTED: dict[str, Loads | Refused] = {
     "000": Loads(1, (64, 64, 1)),
     "001": refused({f"{COMPRESS}.layer_reduction.enabled"}),
-    "002": refused({"autotuning.enabled"} | FP16, auto=MICRO_AUTO),
-    "003": refused(FP16),
+    "002": refused({"autotuning.enabled"}, auto=MICRO_AUTO),
+    "003": Loads(4, (32, 8, 1)),
     "004": NO_BATCH,
-    "005": refused(FP16, auto=TRAINER_AUTO),
+    "005": refused(auto=TRAINER_AUTO),
     "006": refused(auto=MICRO_AUTO),
     "007": refused({"data_efficiency.enabled"}),
-    "008": refused(QUANTISED | FP16),
-    "009": refused(FP16),
-    "010": refused(FP16, auto=MICRO_AUTO),
-    "011": refused({"optimizer.type"} | FP16),
+    "008": refused(QUANTISED),
+    "009": Loads(2, (8, 4, 1)),
+    "010": refused(auto=MICRO_AUTO),
+    "011": refused({"optimizer.type"}),
     "012": refused({"data_efficiency.enabled"}),
     "013": Loads(2, (8, 4, 1)),
-    "014": refused(QUANTISED | FP16),
+    "014": refused(QUANTISED),
     "015": refused({"compile.deepcompile"}),
     "016": refused(
         {"zero_optimization.offload_param.device"}, auto={"fp16.enabled", "bf16.enabled"}
     ),
-    "017": refused(FP16),
+    "017": Loads(4, (32, 4, 2)),
     "018": refused(
         {"aio", "zero_optimization.offload_param.device"},
         auto={
@@ -99,22 +98,22 @@ EXPECTED: dict[str, Loads | Refused] = {
             "zero_optimization.offload_param.buffer_size",
         },
     ),
-    "022": refused(FP16),
+    "022": Loads(1, (32, 32, 1)),
     "023": Loads(4, (24, 3, 2)),
-    "024": refused({"zero_optimization.offload_optimizer.device"} | FP16, auto=TRAINER_AUTO),
-    "025": refused({"optimizer.type"} | FP16),
-    "026": refused(FP16),
-    "027": refused({"optimizer.type"} | FP16),
+    "024": refused({"zero_optimization.offload_optimizer.device"}, auto=TRAINER_AUTO),
+    "025": refused({"optimizer.type"}),
+    "026": Loads(2, (8, 4, 1)),
+    "027": refused({"optimizer.type"}),
     "028": NO_BATCH,
     "029": refused({"autotuning.enabled"}, auto=MICRO_AUTO),
-    "030": refused(FP16, auto=TRAINER_AUTO),
-    "031": refused({"optimizer.type"} | FP16),
-    "032": refused(FP16),
+    "030": refused(auto=TRAINER_AUTO),
+    "031": refused({"optimizer.type"}),
+    "032": Loads(4, (16, 4, 1)),
     "033": Loads(2, (32, 1, 16)),
     "034": refused(QUANTISED),
-    "035": refused(FP16, auto=MICRO_AUTO),
-    "036": refused({"progressive_layer_drop.enabled", "gradient_predivide_factor"} | FP16),
-    "037": refused({"optimizer.type"} | FP16),
+    "035": refused(auto=MICRO_AUTO),
+    "036": refused({"progressive_layer_drop.enabled"}),
+    "037": refused({"optimizer.type"}),
     "038": refused({"data_efficiency.enabled"}),
     "039": refused(auto=MICRO_AUTO),
 }

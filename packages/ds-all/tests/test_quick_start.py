@@ -72,7 +72,7 @@ def _refuse(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("config", "match"),
     [
-        ({"train_batch_size": 4, "fp16": {"enabled": True}}, "fp16"),
+        ({"train_batch_size": 4, "zero_optimization": {"zenflow": {}}}, "zenflow"),
         ({"train_batch_size": 4, "tensorboard": {"enabled": True}}, "tensorboard"),
         ({"train_batch_size": 4, "gradient_clipp1ng": 1.0}, "gradient_clipping"),
     ],

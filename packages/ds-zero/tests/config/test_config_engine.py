@@ -193,13 +193,50 @@ def test_incomplete_values(config: Any, expected: dict[str, ProblemKind]) -> Non
 def test_fp16_and_bf16() -> None:
     text = message(fp16={"enabled": True}, bf16={"enabled": True})
     assert "fp16.enabled: bf16 is enabled too" in text
-    assert "fp16.enabled: true is not available yet in this version" in text
+    text = message(fp16={"enabled": True}, torch_autocast={"enabled": True})
+    assert "torch_autocast.enabled: fp16 is enabled too" in text
+
+
+def test_precision_modes() -> None:
+    config = load(fp16={"enabled": True, "loss_scale_window": 5})
+    assert (config.compute_dtype, config.scales_loss) == ("float16", True)
+    assert (config.fp16.loss_scale, config.fp16.initial_scale_power) == (0, 16)
+    assert (config.fp16.hysteresis, config.fp16.min_loss_scale) == (2, 1)
+    config = load(torch_autocast={"enabled": True, "dtype": "fp16"})
+    assert (config.compute_dtype, config.scales_loss) == ("float32", True)
+    config = load(torch_autocast={"enabled": True})
+    assert (config.torch_autocast.dtype, config.scales_loss) == ("bfloat16", False)
+    narrow = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    config = load(bf16={"enabled": True, **narrow})
+    assert (config.narrow_masters, config.optimizer_state_dtype) == (True, "bfloat16")
+    config = load(bf16={"enabled": False, **narrow})
+    assert (config.narrow_masters, config.optimizer_state_dtype) == (False, None)
+    config = load(fp16={"enabled": True, "fp16_master_weights_and_grads": True})
+    assert (config.narrow_masters, config.optimizer_state_dtype) == (True, None)
+
+
+def test_precision_values_that_make_no_sense() -> None:
+    config = {"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}}
+    assert refused(config) == {"fp16.min_loss_scale": CONTRADICTION}
+    assert refused(torch_autocast={"enabled": True, "dtype": "fp32"}) == {
+        "torch_autocast.dtype": CONTRADICTION
+    }
+    for key, value in {
+        "loss_scale": -1,
+        "initial_scale_power": 128,
+        "loss_scale_window": 0,
+        "hysteresis": 0,
+        "min_loss_scale": 0,
+    }.items():
+        assert refused(fp16={"enabled": True, key: value}) == {f"fp16.{key}": MALFORMED}
+    assert refused(gradient_predivide_factor=0) == {"gradient_predivide_factor": MALFORMED}
+    assert refused(gradient_allreduce_op="max") == {"gradient_allreduce_op": MALFORMED}
 
 
 def test_a_boolean_as_text_is_said(caplog: pytest.LogCaptureFixture) -> None:
     assert load(bf16={"enabled": "true"}).bf16.enabled is True
     assert 'bf16.enabled: the text "true" was read as the boolean true' in caplog.messages
-    assert refused(fp16={"enabled": "true"}) == {"fp16.enabled": UNAVAILABLE}
+    assert load(fp16={"enabled": "true"}).fp16.enabled is True
 
 
 def test_contradictions_over_stages() -> None:
@@ -222,6 +259,7 @@ def test_param_dtype_must_be_that_of_the_mode() -> None:
         "data_types.grad_accum_dtype": CONTRADICTION
     }
     load(bf16={"enabled": True}, data_types={"param_dtype": "bf16", "grad_accum_dtype": "fp32"})
+    load(fp16={"enabled": True}, data_types={"param_dtype": "fp16", "grad_accum_dtype": "fp16"})
 
 
 def test_max_grad_norm_is_not_an_optimiser_argument() -> None:
@@ -420,15 +458,6 @@ def test_the_rest_is_one_error_with_every_path() -> None:
 @pytest.mark.parametrize(
     ("config", "path"),
     [
-        ({"fp16": {"enabled": True}}, "fp16.enabled"),
-        ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled"),
-        ({"bf16": {"bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
-        (
-            {"bf16": {"bf16_master_weights_and_grads": True}},
-            "bf16.bf16_master_weights_and_grads",
-        ),
-        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
-        ({"gradient_predivide_factor": 8}, "gradient_predivide_factor"),
         ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation"),
         ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
         ({"checkpoint": {"writer": {"type": "fast"}}}, "checkpoint.writer"),
@@ -437,7 +466,6 @@ def test_the_rest_is_one_error_with_every_path() -> None:
         ({"memory_breakdown": True}, "memory_breakdown"),
         ({"graph_harvesting": True}, "graph_harvesting"),
         ({"log_level": "info"}, "log_level"),
-        ({"data_types": {"buffer_dtype": "bf16"}}, "data_types.buffer_dtype"),
         *(
             ({"zero_optimization": {"stage": 3, key: value}}, f"zero_optimization.{key}")
             for key, value in {
@@ -465,10 +493,6 @@ def test_the_rest_is_one_error_with_every_path() -> None:
 def test_a_feature_that_is_not_there_yet_is_refused_by_name(config: Any, path: str) -> None:
     assert refused(config) == {path: UNAVAILABLE}
     assert "not available yet in this version" in message(config)
-
-
-def test_what_can_be_used_instead_of_fp16() -> None:
-    assert '"bf16": {"enabled": true}' in message(fp16={"enabled": True})
 
 
 @pytest.mark.parametrize(
