@@ -134,7 +134,8 @@ def _default(field: FieldInfo, kind: str) -> str:
 def _status(section: type[Section], key: str, field: FieldInfo) -> str:
     not_yet, no_effect = marker_of(field, NotYet), marker_of(field, NoEffect)
     if not_yet is not None:
-        return f"not available yet, only the default is accepted: {not_yet.instead}"
+        when = f" with `{not_yet.switch}`" if not_yet.switch else ""
+        return f"not available yet, only the default is accepted{when}: {not_yet.instead}"
     if no_effect is not None:
         return f"accepted, changes nothing: {no_effect.because}"
     if section_type(field) is not None:

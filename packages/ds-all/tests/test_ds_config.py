@@ -29,7 +29,6 @@ def message(config: Any) -> str:
 
 # Each block: switched off, switched on, the path of the switch, and the package that will have it.
 BLOCKS: list[tuple[str, Any, Any, str, str]] = [
-    ("compile", {"deepcompile": False}, {"deepcompile": True}, "deepcompile", "ds-zero"),
     (
         "flops_profiler",
         {"enabled": False, "top_modules": 1},

@@ -77,7 +77,7 @@ EXPECTED: dict[str, Loads | Refused] = {
     "012": refused({"data_efficiency.enabled"}),
     "013": Loads(2, (8, 4, 1)),
     "014": refused(QUANTISED),
-    "015": refused({"compile.deepcompile"}),
+    "015": Loads(2, (8, 4, 1)),
     "016": refused(
         {"zero_optimization.offload_param.device"}, auto={"fp16.enabled", "bf16.enabled"}
     ),

@@ -31,13 +31,17 @@ class ParameterTable(dict[str, nn.Parameter | None]):
         super().__init__(params)
         self._units = units
         self._report = report
+        self.inside = False
+        """Whether the unit's own module is running, so that nothing needs to be reported: set
+        around compiled blocks, whose graphs would otherwise depend on the unit."""
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         """Return the parameter, gathered if the model is running."""
         param = super().__getitem__(name)
-        unit = self._units.get(id(param))
-        if unit is not None:
-            self._report(unit)
+        if not self.inside:
+            unit = self._units.get(id(param))
+            if unit is not None:
+                self._report(unit)
         return param
 
     def __deepcopy__(self, memo: dict[int, object]) -> dict[str, nn.Parameter | None]:

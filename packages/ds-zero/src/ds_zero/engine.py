@@ -7,14 +7,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ds_comm.device import current_device
-from ds_comm.errors import EngineError
+from ds_comm.errors import ConfigError, EngineError
 from ds_comm.group import Group
 from ds_comm.logging import get_logger
 from ds_zero.config import BatchSizes, EngineConfig, resolve_batch_sizes
@@ -25,6 +25,9 @@ from ds_zero.non_finite import NonFinite
 from ds_zero.persistence import load_engine, save_engine
 from ds_zero.protocols import Schedule
 from ds_zero.tensors import map_tensors
+
+if TYPE_CHECKING:
+    from ds_zero.compiled import CompiledBlocks
 
 __all__ = ["Counters", "Engine"]
 
@@ -90,6 +93,7 @@ class Engine(nn.Module):
         self._grad_norm: float | None = None
         self._applied = False
         self._problem: NonFinite | None = None
+        self._compiled: CompiledBlocks | None = None
 
     # ---- training verbs ----------------------------------------------------------------------
 
@@ -430,6 +434,50 @@ class Engine(nn.Module):
         self.core.forget_gradients()
         self._prepare()
 
+    # ---- compilation -------------------------------------------------------------------------
+
+    def compile(
+        self,
+        backend: str | Callable[..., Any] = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: None = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile the ``forward`` of each block with ``torch.compile``; hooks stay outside.
+
+        Blocks are compiled when they next run.  Calling it again compiles anew.
+
+        Args:
+            backend: As in ``torch.compile``.
+            compile_kwargs: More keyword arguments of ``torch.compile``.
+            schedule: Passes over the graph of the whole model, which does not exist here.
+            compiled_autograd_enabled: Compile backward with the hooks in it: not possible.
+
+        Raises:
+            ConfigError: An argument asks for what is not there, or torch lacks the backend.
+        """
+        if schedule is not None or compiled_autograd_enabled:
+            raise ConfigError(
+                f"compile(schedule={schedule!r}, compiled_autograd_enabled="
+                f"{compiled_autograd_enabled}): gathers and reductions stay outside of the "
+                "compiled blocks, so there are no passes to schedule and backward is not compiled "
+                "as a whole; leave both out"
+            )
+        from ds_zero.compiled import CompiledBlocks  # dynamo takes seconds to import
+
+        if self._compiled is not None:
+            self._compiled.restore()
+        self._compiled = CompiledBlocks(self.core, backend, compile_kwargs)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether :meth:`compile` was called."""
+        return self._compiled is not None
+
+    def get_compile_time(self) -> float:
+        """Seconds that this process spent compiling since :meth:`compile`; 0 without it."""
+        return self._compiled.seconds() if self._compiled is not None else 0.0
+
     # ---- data --------------------------------------------------------------------------------
 
     def deepspeed_io(
@@ -580,6 +628,8 @@ class Engine(nn.Module):
 
     def destroy(self) -> None:
         """Give the model back as an ordinary one: full parameters, no hooks.  Collective."""
+        if self._compiled is not None:
+            self._compiled.restore()
         self.core.destroy()
 
 

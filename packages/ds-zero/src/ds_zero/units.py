@@ -20,7 +20,7 @@ from torch import nn
 from ds_comm.errors import ConfigError
 from ds_zero.layout import ParamSpec, UnitSpec
 
-__all__ = ["UnitPlan", "UnitRules", "param_names", "plan_units"]
+__all__ = ["UnitPlan", "UnitRules", "model_blocks", "param_names", "plan_units"]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def plan_units(
         ConfigError: A class or name that the user gave does not occur in the model.
     """
     resident = _resident(specs.values(), rules)
-    blocks = _outermost_blocks(model, rules)
+    blocks = model_blocks(model, rules)
     taken: set[str] = set(resident)
     plans: list[UnitPlan] = []
     for name, block in blocks:
@@ -135,9 +135,20 @@ def _resident(specs: Iterable[ParamSpec], rules: UnitRules) -> set[str]:
     return names
 
 
-def _outermost_blocks(model: nn.Module, rules: UnitRules) -> list[tuple[str, nn.Module]]:
-    """Modules that are units by name or class, without those inside another one."""
-    matches = _user_blocks(model, rules) or _model_blocks(model) or _repeated_blocks(model)
+def model_blocks(model: nn.Module, rules: UnitRules) -> list[tuple[str, nn.Module]]:
+    """Modules that are units by name or class, without those inside another one.
+
+    Args:
+        model: The module tree.
+        rules: The user's choices.
+
+    Returns:
+        Full names and modules, in the order of the tree.
+
+    Raises:
+        ConfigError: A class or name that the user gave does not occur in the model.
+    """
+    matches = _user_blocks(model, rules) or _declared_blocks(model) or _repeated_blocks(model)
     chosen: list[tuple[str, nn.Module]] = []
     seen: set[int] = set()
     for name, module in matches:
@@ -170,7 +181,7 @@ def _user_blocks(model: nn.Module, rules: UnitRules) -> list[tuple[str, nn.Modul
     ]
 
 
-def _model_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def _declared_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Modules whose class a Hugging Face model lists as never to be split."""
     wanted: set[str] = set()
     for module in model.modules():

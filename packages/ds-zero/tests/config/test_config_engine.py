@@ -459,7 +459,21 @@ def test_the_rest_is_one_error_with_every_path() -> None:
     ("config", "path"),
     [
         ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation"),
-        ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
+        *(
+            ({"compile": {"deepcompile": True, key: value}}, f"compile.{key}")
+            for key, value in {
+                "offload_activation": True,
+                "offload_opt_states": True,
+                "offload_parameters": True,
+                "symmetric_memory": True,
+                "debug_log": True,
+                "sync_before_reduce": True,
+                "sync_after_reduce": True,
+                "sync_before_allgather": True,
+                "sync_after_allgather": True,
+                "passes": ["z3", "autosp"],
+            }.items()
+        ),
         ({"checkpoint": {"writer": {"type": "fast"}}}, "checkpoint.writer"),
         ({"checkpoint": {"use_node_local_storage": True}}, "checkpoint.use_node_local_storage"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
@@ -505,7 +519,9 @@ def test_a_feature_that_is_not_there_yet_is_refused_by_name(config: Any, path: s
         {"zero_optimization": {"offload_param": None, "offload_optimizer": None}},
         {"zero_optimization": {"zero_hpz_partition_size": 1, "mics_shard_size": -1}},
         {"zero_optimization": {"zenflow": None, "zeropp_loco_param": None}},
-        {"compile": {"deepcompile": False, "debug_log": True}},
+        {"compile": {"deepcompile": False, "debug_log": True, "passes": ["autotp"]}},
+        {"compile": {"offload_activation": True}},
+        {"compile": {"deepcompile": True, "double_buffer": True, "passes": ["z1", "z3"]}},
         {"prescale_gradients": True, "gradient_predivide_factor": 1.0},
         {"sequence_parallel_size": 1},
         {"data_parallel_size": 2},

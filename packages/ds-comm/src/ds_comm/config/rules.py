@@ -57,6 +57,8 @@ class NotYet:
     """What can be used now."""
     also: tuple[Any, ...] = ()
     """Values that are accepted beside the default, since they ask for nothing either."""
+    switch: str = ""
+    """Field of the section without which the value asks for nothing; none by default."""
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ def unavailable_values(section: Section) -> Iterator[tuple[str, str]]:
     """
     for key, (name, field) in field_keys(type(section)).items():
         marker = marker_of(field, NotYet)
-        if marker is None:
+        if marker is None or (marker.switch and not section.__dict__[marker.switch]):
             continue
         value = section.__dict__[name]
         if value != field.default and value not in marker.also:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ds_zero.config.batch import BatchSizes, resolve_batch_sizes
+from ds_zero.config.compile import CompileSection
 from ds_zero.config.engine import EngineConfig
 from ds_zero.config.offload import OffloadOptimizerSection, OffloadParamSection
 from ds_zero.config.optim import OptimizerSection, SchedulerSection
@@ -24,6 +25,7 @@ __all__ = [
     "BatchSizes",
     "Bf16Section",
     "CheckpointSection",
+    "CompileSection",
     "DataTypesSection",
     "EngineConfig",
     "Fp16Section",

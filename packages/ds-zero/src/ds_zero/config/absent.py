@@ -1,10 +1,10 @@
-"""Top-level keys that the engine does not read: gone for good, other packages', not yet here."""
+"""Top-level keys that the engine does not read: gone for good, and other packages'."""
 
 from __future__ import annotations
 
-from ds_comm.config import Elsewhere, Pending, Removed
+from ds_comm.config import Elsewhere, Removed
 
-__all__ = ["ELSEWHERE", "PENDING", "REMOVED"]
+__all__ = ["ELSEWHERE", "REMOVED"]
 
 REMOVED = (
     Removed("amp", 'use "bf16": {"enabled": true}'),
@@ -44,34 +44,3 @@ _OWNERS = {
 
 ELSEWHERE = tuple(Elsewhere(key, owner, _READER) for owner, keys in _OWNERS.items() for key in keys)
 """Keys of other packages."""
-
-PENDING = (
-    Pending(
-        key="compile",
-        owner="ds-zero",
-        instead="compile the blocks of the model with torch.compile before initialize",
-        keys=dict.fromkeys(
-            (
-                "deepcompile",
-                "free_activation",
-                "free_activation_threshold",
-                "offload_activation",
-                "offload_activation_pin_memory",
-                "offload_opt_states",
-                "double_buffer",
-                "symmetric_memory",
-                "debug_log",
-                "offload_parameters",
-                "sync_before_reduce",
-                "sync_after_reduce",
-                "sync_before_allgather",
-                "sync_after_allgather",
-                "keep_int_input_tensors",
-                "keep_all_input_tensors",
-                "passes",
-            )
-        ),
-        switches=("deepcompile",),
-    ),
-)
-"""Blocks of features that this package will have."""

@@ -26,8 +26,9 @@ from ds_comm.config import (
     load_document,
 )
 from ds_comm.errors import ConfigError
-from ds_zero.config.absent import ELSEWHERE, PENDING, REMOVED
+from ds_zero.config.absent import ELSEWHERE, REMOVED
 from ds_zero.config.batch import BatchSizes, resolve_batch_sizes
+from ds_zero.config.compile import CompileSection
 from ds_zero.config.optim import OptimizerSection, SchedulerSection
 from ds_zero.config.precision import (
     Bf16Section,
@@ -88,6 +89,8 @@ class EngineConfig(Section):
         default_factory=ActivationCheckpointingSection
     )
     """How checkpointed activations are stored."""
+    compile: CompileSection = Field(default_factory=CompileSection)
+    """What ``engine.compile()`` does."""
     zero_allow_untested_optimizer: Flag = False
     """Take an optimiser that is not known to work on shards: each parameter is updated whole, by
     one rank."""
@@ -160,7 +163,6 @@ class EngineConfig(Section):
         shorthands=(Shorthand("zero_optimization", bool, lambda on: {"stage": 1 if on else 0}),),
         removed=REMOVED,
         elsewhere=ELSEWHERE,
-        pending=PENDING,
     )
 
     def contradictions(self) -> Iterator[Contradiction]:
