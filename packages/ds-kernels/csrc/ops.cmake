@@ -1,6 +1,8 @@
 # One line per op, in alphabetical order: csrc/binding/NAME.cpp always, csrc/cpu/NAME.cpp with CPU,
-# csrc/cuda/NAME.cu with CUDA. Nothing is globbed, so a forgotten file is an error.
+# csrc/cuda/NAME.cu with CUDA. Nothing is globbed, so a forgotten file is an error. FUSED lets the
+# compiler contract a product and a sum in the CPU file, where bits need not be the same everywhere.
 
 ds_op(adam CPU CUDA)
 ds_op(bias_activation CPU CUDA)
 ds_op(elementary CPU CUDA)
+ds_op(paged_attention CPU CUDA FUSED)

@@ -85,3 +85,19 @@ class Native:
     # elementary
     def elementary_(self, function: int, out: Tensor, x: Tensor, /) -> None: ...
     def convert_(self, out: Tensor, x: Tensor, /) -> None: ...
+
+    # paged_attention
+    def paged_attention(
+        self,
+        out: Tensor,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        query_start: Tensor,
+        context_lens: Tensor,
+        scale: float,
+        window: int,
+        alibi_slopes: Tensor | None,
+        /,
+    ) -> None: ...

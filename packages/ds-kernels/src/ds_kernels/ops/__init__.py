@@ -10,7 +10,13 @@ from ds_kernels.registry import Backend, Op
 
 __all__ = ["OP_MODULES", "all_ops", "chosen_backend"]
 
-OP_MODULES: tuple[str, ...] = ("adam", "bias_activation")
+OP_MODULES: tuple[str, ...] = (
+    "adam",
+    "all_ops",
+    "bias_activation",
+    "chosen_backend",
+    "paged_attention",
+)
 """Names of the modules here, in alphabetical order."""
 
 
