@@ -4,5 +4,7 @@
 
 ds_op(adam CPU CUDA)
 ds_op(bias_activation CPU CUDA)
+ds_op(block_sparse_attention CPU CUDA FUSED)
 ds_op(elementary CPU CUDA)
+ds_op(evoformer_attention CPU CUDA FUSED)
 ds_op(paged_attention CPU CUDA FUSED)

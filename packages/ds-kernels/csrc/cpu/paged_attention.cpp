@@ -94,7 +94,7 @@ void paged_attention(const PagedAttention& a) {
   // Tasks are (tile, head); every one is large enough for a thread of its own.
   parallel_for(tiles * a.kv_heads, 1, [&](int64_t begin, int64_t end) {
     Scratch memory(floats);
-    float* buffer = memory.take(floats);
+    float* buffer = memory.data();
     int64_t tile = 0;
     for (int64_t s = 0; s < a.sequences; ++s) {
       const int64_t queries = a.query_start[s + 1] - a.query_start[s];

@@ -49,18 +49,10 @@ class Scratch {
   ~Scratch() { std::free(data_); }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
-  explicit operator bool() const { return data_ != nullptr; }
-
-  // The next `floats` elements (rounded up to whole cache lines).
-  float* take(int64_t floats) {
-    float* at = data_ + used_;
-    used_ += padded(floats);
-    return at;
-  }
+  float* data() const { return data_; }
 
  private:
   float* data_;
-  int64_t used_ = 0;
 };
 
 // Rows of a tensor: element (row, column) at data[offset + row * stride + column].

@@ -101,3 +101,69 @@ class Native:
         alibi_slopes: Tensor | None,
         /,
     ) -> None: ...
+
+    # block_sparse_attention
+    def block_sparse_attention(
+        self,
+        out: Tensor,
+        lse: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layout: Tensor,
+        block: int,
+        scale: float,
+        causal: bool,
+        key_bias: Tensor | None,
+        /,
+    ) -> None: ...
+    def block_sparse_attention_backward(
+        self,
+        query_grad: Tensor,
+        key_grad: Tensor,
+        value_grad: Tensor,
+        grad: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layout: Tensor,
+        block: int,
+        scale: float,
+        causal: bool,
+        key_bias: Tensor | None,
+        /,
+    ) -> None: ...
+
+    # evoformer_attention
+    def evoformer_attention(
+        self,
+        out: Tensor,
+        lse: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask_bias: Tensor | None,
+        pair_bias: Tensor | None,
+        scale: float,
+        /,
+    ) -> None: ...
+    def evoformer_attention_backward(
+        self,
+        query_grad: Tensor,
+        key_grad: Tensor,
+        value_grad: Tensor,
+        mask_grad: Tensor | None,
+        pair_grad: Tensor | None,
+        grad: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask_bias: Tensor | None,
+        pair_bias: Tensor | None,
+        scale: float,
+        /,
+    ) -> None: ...

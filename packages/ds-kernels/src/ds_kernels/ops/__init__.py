@@ -12,9 +12,9 @@ __all__ = ["OP_MODULES", "all_ops", "chosen_backend"]
 
 OP_MODULES: tuple[str, ...] = (
     "adam",
-    "all_ops",
     "bias_activation",
-    "chosen_backend",
+    "block_sparse_attention",
+    "evoformer_attention",
     "paged_attention",
 )
 """Names of the modules here, in alphabetical order."""
