@@ -20,7 +20,7 @@ from ds_comm.errors import EditError, EngineError
 from ds_comm.group import Group
 from ds_comm.logging import get_logger
 from ds_zero.agreement import Agreement, agree
-from ds_zero.flat import Presence, build_units
+from ds_zero.flat import FlatRun, Presence, build_units
 from ds_zero.gradients import GradientFlow
 from ds_zero.guards import guard_state_dicts
 from ds_zero.layout import ModelLayout
@@ -348,6 +348,18 @@ class ZeroCore:
                         run.adopt(index)
         self._note_versions()
 
+    def full_values(self, run: FlatRun) -> tuple[Tensor, ...]:
+        """The values of a present run's parameters, in their shapes.  Collective.
+
+        In the compute dtype; under autocast, where parameters count as fp32, in that of the master.
+        """
+        if self.options.autocast is None or run.master.dtype == run.layout.dtype:
+            return run.views
+        flat = torch.empty(run.layout.numel, dtype=run.master.dtype, device=run.master.device)
+        flat[slice(*run.layout.shard_range(run.shard))] = run.master_shard()
+        self.collectives.gather(flat, run.layout.name).wait()
+        return tuple(flat[s.start : s.stop].view(s.spec.shape) for s in run.layout.slots)
+
     def load_values(self, values: Mapping[str, Tensor]) -> None:
         """Set parameters by name, in full precision.  All ranks pass the same values.
 
@@ -375,8 +387,10 @@ class ZeroCore:
         """Take hooks off the model and gather all parameters into ordinary tensors.  Collective."""
         for unit in self.units:
             self.residency.ensure(unit)
-            for param in unit.params:
-                param.data = param.data.clone()
+            for run in unit.runs:
+                values = self.full_values(run)
+                for param, value in zip(run.params, values, strict=True):
+                    param.data = value.clone()
         self.tracker.remove()
         if self._autocast is not None:
             self._autocast.remove()

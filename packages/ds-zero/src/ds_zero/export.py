@@ -31,8 +31,9 @@ def full_tensors(core: ZeroCore, *, exclude_frozen: bool) -> Iterator[tuple[str,
         core.residency.ensure(unit)
         for run in unit.runs:
             if run.layout.trainable or not exclude_frozen:
-                for slot, param in zip(run.layout.slots, run.params, strict=True):
-                    yield slot.spec.name, param.detach()
+                values = core.full_values(run)
+                for slot, value in zip(run.layout.slots, values, strict=True):
+                    yield slot.spec.name, value.detach()
         core.residency.release(unit)
 
 
