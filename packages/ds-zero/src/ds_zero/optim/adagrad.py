@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_zero.optim.checks import check_not_negative
-from ds_zero.optim.flat import FlatOptimizer, Segment, Stretch, scaled
+from ds_zero.optim.flat import FlatOptimizer, Segment, Stretch, scaled, widened
 
 __all__ = ["FlatAdagrad"]
 
@@ -56,14 +56,15 @@ class FlatAdagrad(FlatOptimizer):
         self, group: Mapping[str, Any], segment: Segment, stretch: Stretch, grad_scale: float
     ) -> None:
         """See :meth:`FlatOptimizer.update_stretch`."""
-        param, total = stretch.param, stretch.states["sum"]
-        grad = scaled(stretch.grad, grad_scale, total.dtype)
-        if group["weight_decay"]:
-            grad.add_(param, alpha=group["weight_decay"])
-        if segment.fresh:
-            total.fill_(group["initial_accumulator_value"])
-        total.addcmul_(grad, grad)
         lr = float(group["lr"]) / (1 + segment.step * group["lr_decay"])
-        param.addcdiv_(grad, total.sqrt().add_(group["eps"]), value=-lr)
-        if stretch.copy is not None:
-            stretch.copy.copy_(param)
+        with widened(stretch) as wide:
+            param, total = wide.param, wide.states["sum"]
+            grad = scaled(wide.grad, grad_scale, param.dtype)
+            if group["weight_decay"]:
+                grad.add_(param, alpha=group["weight_decay"])
+            if segment.fresh:
+                total.fill_(group["initial_accumulator_value"])
+            total.addcmul_(grad, grad)
+            param.addcdiv_(grad, total.sqrt().add_(group["eps"]), value=-lr)
+            if wide.copy is not None:
+                wide.copy.copy_(param)

@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw
 
 from ds_kernels.ops.adam import adam_
 from ds_zero.optim.checks import check_betas, check_not_negative
-from ds_zero.optim.flat import FlatOptimizer, Segment, Stretch, scaled
+from ds_zero.optim.flat import FlatOptimizer, Segment, Stretch, scaled, widened
 from ds_zero.optim.kernels import kernel_serves
 
 __all__ = ["FlatAdam", "adam_stretch"]
@@ -102,26 +102,23 @@ def _by_torch(
     """The same by torch's fused kernel, which is faster than the reference of ds-kernels."""
     count = float(segment.step) if group["bias_correction"] else _LATE
     update = adamw if group["adam_w_mode"] else adam
-    states = stretch.states
     # torch's fused kernel wants one dtype.
-    param = stretch.param.to(states["exp_avg"].dtype)
-    update(
-        [param],
-        [scaled(stretch.grad, grad_scale, param.dtype)],
-        [states["exp_avg"]],
-        [states["exp_avg_sq"]],
-        [],
-        [torch.tensor(count)],
-        fused=True,
-        amsgrad=False,
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        lr=float(group["lr"]),
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
-    )
-    if param is not stretch.param:
-        stretch.param.copy_(param)
-    if stretch.copy is not None:
-        stretch.copy.copy_(param)
+    with widened(stretch) as wide:
+        update(
+            [wide.param],
+            [scaled(wide.grad, grad_scale, wide.param.dtype)],
+            [wide.states["exp_avg"]],
+            [wide.states["exp_avg_sq"]],
+            [],
+            [torch.tensor(count)],
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=float(group["lr"]),
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        if wide.copy is not None:
+            wide.copy.copy_(wide.param)

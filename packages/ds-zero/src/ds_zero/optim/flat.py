@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from ds_zero.layout import VECTOR_NUMEL, Piece
 from ds_zero.memory import flat_buffer
 from ds_zero.optim.base import OptimizedRun, StateRange, StateSource, StepGradients
 
-__all__ = ["FlatOptimizer", "Room", "Segment", "Stretch", "family_of", "scaled"]
+__all__ = ["FlatOptimizer", "Room", "Segment", "Stretch", "family_of", "scaled", "widened"]
 
 
 class Stretch(NamedTuple):
@@ -385,6 +386,27 @@ def scaled(grad: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """``grad`` times ``scale`` in ``dtype``, in place where it has that dtype already."""
     grad = grad.to(dtype)
     return grad.mul_(scale) if scale != 1.0 else grad
+
+
+@contextmanager
+def widened(stretch: Stretch) -> Iterator[Stretch]:
+    """The stretch with parameters and states in one dtype of at least 32 bits.
+
+    What had to be copied for that is rounded back, once, when the context ends.
+    """
+    tensors = (stretch.param, *stretch.states.values())
+    wide = torch.float32
+    for tensor in tensors:
+        wide = torch.promote_types(wide, tensor.dtype)
+    if all(tensor.dtype == wide for tensor in tensors):
+        yield stretch
+        return
+    states = {kind: state.to(wide) for kind, state in stretch.states.items()}
+    copied = stretch._replace(param=stretch.param.to(wide), states=states)
+    yield copied
+    stretch.param.copy_(copied.param)
+    for kind, state in stretch.states.items():
+        state.copy_(states[kind])
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ds_zero.optim.checks import check_betas, check_not_negative
-from ds_zero.optim.flat import FlatOptimizer, Segment, Stretch, scaled
+from ds_zero.optim.flat import FlatOptimizer, Segment, Stretch, scaled, widened
 
 __all__ = ["FlatLion"]
 
@@ -52,11 +52,12 @@ class FlatLion(FlatOptimizer):
         self, group: Mapping[str, Any], segment: Segment, stretch: Stretch, grad_scale: float
     ) -> None:
         """See :meth:`FlatOptimizer.update_stretch`."""
-        param, momentum = stretch.param, stretch.states["exp_avg"]
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-        grad = scaled(stretch.grad, grad_scale, momentum.dtype)
-        direction = torch.lerp(momentum, grad, 1 - beta1).sign_()
-        momentum.lerp_(grad, 1 - beta2)
-        param.mul_(1 - lr * group["weight_decay"]).add_(direction, alpha=-lr)
-        if stretch.copy is not None:
-            stretch.copy.copy_(param)
+        with widened(stretch) as wide:
+            param, momentum = wide.param, wide.states["exp_avg"]
+            grad = scaled(wide.grad, grad_scale, param.dtype)
+            direction = torch.lerp(momentum, grad, 1 - beta1).sign_()
+            momentum.lerp_(grad, 1 - beta2)
+            param.mul_(1 - lr * group["weight_decay"]).add_(direction, alpha=-lr)
+            if wide.copy is not None:
+                wide.copy.copy_(param)

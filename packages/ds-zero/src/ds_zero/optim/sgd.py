@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_comm.errors import ConfigError
-from ds_zero.optim.flat import FlatOptimizer, Segment, Stretch, scaled
+from ds_zero.optim.flat import FlatOptimizer, Segment, Stretch, scaled, widened
 
 __all__ = ["FlatSGD"]
 
@@ -61,17 +61,19 @@ class FlatSGD(FlatOptimizer):
         self, group: Mapping[str, Any], segment: Segment, stretch: Stretch, grad_scale: float
     ) -> None:
         """See :meth:`FlatOptimizer.update_stretch`."""
-        param = stretch.param
-        grad = scaled(stretch.grad, grad_scale, param.dtype)
-        if group["weight_decay"]:
-            grad.add_(param, alpha=group["weight_decay"])
-        if group["momentum"]:
-            velocity = stretch.states["momentum_buffer"]
-            if segment.fresh:
-                velocity.copy_(grad)
-            else:
-                velocity.mul_(group["momentum"]).add_(grad, alpha=1 - group["dampening"])
-            grad = grad.add_(velocity, alpha=group["momentum"]) if group["nesterov"] else velocity
-        param.add_(grad, alpha=-float(group["lr"]))
-        if stretch.copy is not None:
-            stretch.copy.copy_(param)
+        with widened(stretch) as wide:
+            param = wide.param
+            grad = scaled(wide.grad, grad_scale, param.dtype)
+            if group["weight_decay"]:
+                grad.add_(param, alpha=group["weight_decay"])
+            if group["momentum"]:
+                velocity = wide.states["momentum_buffer"]
+                if segment.fresh:
+                    velocity.copy_(grad)
+                else:
+                    velocity.mul_(group["momentum"]).add_(grad, alpha=1 - group["dampening"])
+                nesterov = group["nesterov"]
+                grad = grad.add_(velocity, alpha=group["momentum"]) if nesterov else velocity
+            param.add_(grad, alpha=-float(group["lr"]))
+            if wide.copy is not None:
+                wide.copy.copy_(param)

@@ -235,6 +235,12 @@ def attach_optimizer(
             "weights. Set bf16.bf16_master_weights_and_grads too, or name an optimiser of ds_zero "
             "(Adam, AdamW, SGD, Lion, Adagrad) in the configuration."
         )
+    if any(run.master.dtype == torch.float16 for run in runs):
+        raise ConfigError(
+            f"fp16.fp16_master_weights_and_grads: {kind.__name__} would compute in fp16, where "
+            "gradients without the loss scale vanish. Set it to false, or name an optimiser of "
+            "ds_zero (Adam, AdamW, SGD, Lion, Adagrad) in the configuration."
+        )
     from_torch = kind.__module__.startswith("torch.optim")
     if from_torch and kind.__name__ in IMPOSSIBLE:
         raise ConfigError(f"{kind.__name__} {IMPOSSIBLE[kind.__name__]}: no stage supports it")
