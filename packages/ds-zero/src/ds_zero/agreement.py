@@ -19,7 +19,7 @@ from ds_comm.errors import DivergenceError
 from ds_zero.gradients import GradientFlow, own_shard
 from ds_zero.trace import Trace, first_difference
 
-__all__ = ["Agreement", "agree", "squared_norm"]
+__all__ = ["Agreement", "agree", "reduce_late", "squared_norm"]
 
 _HEAD_BYTES = 16
 _NORM_CHUNK_NUMEL = 1 << 15
@@ -63,18 +63,35 @@ def agree(
     return Agreement(norm, mask.split(sizes) if sizes else ())
 
 
+def reduce_late(gradients: GradientFlow, collectives: Collectives) -> None:
+    """Reduce the gradients that any rank still holds locally, outside of a backward.  Collective.
+
+    Args:
+        gradients: The gradients of this window.
+        collectives: The group over which gradients are sharded.
+    """
+    late = _late(gradients)
+    rows = collectives.exchange(late.to(gradients.device))
+    gradients.flush([int(index) for index in rows.any(dim=0).nonzero()])
+
+
+def _late(gradients: GradientFlow) -> Tensor:
+    """A flag a unit: whether this rank holds gradients that were not reduced."""
+    late = torch.zeros(len(gradients.by_unit), dtype=torch.uint8)
+    late[gradients.unreduced()] = 1
+    return late
+
+
 def _row(gradients: GradientFlow, collectives: Collectives, trace: Trace) -> Tensor:
     """Encode this rank's contribution as bytes."""
     own = sum(squared_norm(own_shard(g)) for g in gradients.all_runs())
     head = torch.tensor([own], dtype=torch.float64).view(torch.uint8)
     digest = torch.tensor([trace.digest], dtype=torch.int64).view(torch.uint8)
-    late = torch.zeros(len(gradients.by_unit), dtype=torch.uint8)
-    late[gradients.unreduced()] = 1
     used = [
         torch.tensor([slot in g.used for slot in range(len(g.run.params))], dtype=torch.uint8)
         for g in gradients.all_runs()
     ]
-    row = torch.cat([head, digest, late, *used])
+    row = torch.cat([head, digest, _late(gradients), *used])
     runs = gradients.all_runs()
     return row.to(runs[0].run.flat.device) if runs else row
 

@@ -125,10 +125,12 @@ def initialize(
     if "activation_checkpointing" in settings.model_fields_set:
         configure_engine(settings.activation_checkpointing, mesh)
     schedule = _schedule(settings, built, lr_scheduler)
-    engine = Engine(model, core, settings, mesh.data, schedule)
+    engine = Engine(model, core, settings, mesh, schedule)
     engine.collate_fn = collate_fn
     if training_data is not None:
-        engine.training_dataloader = engine.deepspeed_io(training_data)
+        loader = engine.deepspeed_io(training_data)
+        assert isinstance(loader, DistributedLoader)
+        engine.training_dataloader = loader
     engine.describe_start()
     return Initialized(engine, engine.optimizer, engine.training_dataloader, schedule)
 

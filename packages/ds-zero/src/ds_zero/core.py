@@ -19,7 +19,7 @@ from ds_comm.collectives import Collectives, broadcast
 from ds_comm.errors import EditError, EngineError
 from ds_comm.group import Group
 from ds_comm.logging import get_logger
-from ds_zero.agreement import Agreement, agree
+from ds_zero.agreement import Agreement, agree, reduce_late
 from ds_zero.flat import FlatRun, Presence, build_units
 from ds_zero.gradients import GradientFlow
 from ds_zero.guards import guard_state_dicts
@@ -201,6 +201,11 @@ class ZeroCore:
         self.forget_gradients()
         self.trace.reset()
         return StepReport(agreement.grad_norm, problem is None, problem)
+
+    def reduce_gradients(self) -> None:
+        """Reduce what backward has left local.  Collective."""
+        reduce_late(self.gradients, self.collectives)
+        self.gradients.expose_grads()
 
     def note_loss(self, loss: Tensor) -> None:
         """Remember a loss of this window, to be looked at if the step has to be skipped."""

@@ -3,52 +3,36 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Iterator, Mapping
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader, Sampler
 
-from ds_comm.device import current_device
 from ds_comm.errors import ConfigError, EngineError
-from ds_comm.group import Group
 from ds_comm.logging import get_logger
+from ds_comm.mesh import Mesh
 from ds_zero.config import BatchSizes, EngineConfig, resolve_batch_sizes
 from ds_zero.core import StepReport, ZeroCore
 from ds_zero.data import DistributedLoader
-from ds_zero.export import full_state_dict, load_state_dict, save_weights
-from ds_zero.non_finite import NonFinite
-from ds_zero.persistence import load_engine, save_engine
 from ds_zero.protocols import Schedule
+from ds_zero.storing import EngineStorage
 from ds_zero.tensors import map_tensors
 
 if TYPE_CHECKING:
     from ds_zero.compiled import CompiledBlocks
 
-__all__ = ["Counters", "Engine"]
+__all__ = ["Engine"]
 
 logger = get_logger(__name__)
 
 
-@dataclass
-class Counters:
-    """How far training has come; stored in checkpoints."""
-
-    micro_steps: int = 0
-    """Calls of ``step()``."""
-    global_steps: int = 0
-    """Accumulation windows that ended, skipped updates included."""
-    global_samples: int = 0
-    """Samples of those windows over all ranks."""
-    skipped_steps: int = 0
-    """Windows whose update was skipped because the gradient norm was not finite."""
-
-
-class Engine(nn.Module):
+class Engine(EngineStorage):
     """A model that trains under ZeRO.  Every verb is called on all ranks, in the same order.
 
     Example::
@@ -65,7 +49,7 @@ class Engine(nn.Module):
         model: nn.Module,
         core: ZeroCore,
         config: EngineConfig,
-        data_group: Group,
+        mesh: Mesh,
         schedule: Schedule | None = None,
     ) -> None:
         """Put the pieces together; use :func:`ds_zero.initialize`.
@@ -74,26 +58,17 @@ class Engine(nn.Module):
             model: The module whose parameters ``core`` holds.
             core: The sharded model.
             config: The resolved configuration.
-            data_group: Ranks that see different data.
+            mesh: The groups of this rank.
             schedule: Moves the learning rate after each applied update.
         """
-        super().__init__()
-        self.module = model
-        self.core = core
-        self.config = config
-        self.data_group = data_group
+        super().__init__(model, core, config, mesh)
         self.lr_scheduler = schedule
-        self.counters = Counters()
-        self.training_dataloader: DistributedLoader | None = None
         self.collate_fn: Callable[[list[Any]], Any] | None = None
-        self.device = current_device()
-        self._boundary: bool | None = None
-        self._in_no_sync = False
-        self._warned_no_sync = False
-        self._grad_norm: float | None = None
-        self._applied = False
-        self._problem: NonFinite | None = None
+        self.enable_backward_allreduce = True
+        """Whether backward reduces; otherwise :meth:`allreduce_gradients` or the step does."""
+        self._warned_of_memory = False
         self._compiled: CompiledBlocks | None = None
+        core.tracker.around_reductions = lambda: self.clock.measure("backward_allreduce")
 
     # ---- training verbs ----------------------------------------------------------------------
 
@@ -105,17 +80,22 @@ class Engine(nn.Module):
         self._prepare()
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
             args, kwargs = map_tensors((args, kwargs), _half)
-        return self.module(*args, **kwargs)
+        with self.clock.measure("forward"):
+            return self.module(*args, **kwargs)
 
-    def backward(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> Tensor:
         """Compute gradients of ``loss`` and average them as the stage wants.
 
         ``loss.backward()`` does the same.  Gradients of several backwards before one ``step()``
         add up, at every stage.  Under loss scaling this is the better way: see :meth:`scale`.
 
         Args:
-            loss: Scalar with a graph, not divided by the number of accumulation steps.
+            loss: Scalar with a graph.
             retain_graph: Keep the graph for another backward.
+            scale_wrt_gas: Divide gradients by the number of accumulation steps; false where
+                ``loss`` was divided already.
 
         Returns:
             ``loss`` itself.
@@ -134,8 +114,9 @@ class Engine(nn.Module):
             )
         self._prepare()
         self.core.note_loss(loss)
-        with self.core.entry.scaled_backward() as scale:
-            loss.backward(torch.full_like(loss, scale), retain_graph=retain_graph)
+        undone = 1 if scale_wrt_gas else self.gradient_accumulation_steps()
+        with self.clock.measure("backward"), self.core.entry.scaled_backward() as scale:
+            loss.backward(torch.full_like(loss, scale * undone), retain_graph=retain_graph)
         return loss
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -174,34 +155,42 @@ class Engine(nn.Module):
             DivergenceError: Ranks ran different modules; nothing was updated.
             LossScaleError: Gradients overflow at the smallest loss scale; the step was skipped.
         """
-        if self._in_no_sync:
-            raise EngineError("step() inside no_sync(): leave the context first")
-        boundary = self.is_gradient_accumulation_boundary()
-        self.counters.micro_steps += 1
-        self._applied = False
-        if not boundary:
-            self._prepare()
-            return
-        if isinstance(self.lr_scheduler, ReduceLROnPlateau) and not lr_kwargs:
+        needs_metric = isinstance(self.lr_scheduler, ReduceLROnPlateau) and not lr_kwargs
+        if needs_metric and self.window.is_boundary():
             raise EngineError(
                 'ReduceLROnPlateau needs its metric: step(lr_kwargs={"metrics": value})'
             )
-        report = self.core.step()
-        self._grad_norm = report.grad_norm
-        self._applied = report.applied
-        self._problem = report.problem
-        self.counters.global_steps += 1
-        self.counters.global_samples += self.train_batch_size()
-        if report.applied:
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step(**(lr_kwargs or {}))
-        else:
-            self.counters.skipped_steps += 1
-        self._follow_scale(report)
+        ended = self.window.end_micro_step()
+        self.counters.micro_steps += 1
+        self._applied = False
+        if ended:
+            with self.clock.measure("step"):
+                self._update(lr_kwargs or {})
         self._prepare()
-        self._report_progress()
-        if self.core.scaler is not None:
-            self.core.scaler.check()
+        self.clock.end_micro_step(ends_window=ended)
+        if ended:
+            self._report_progress()
+            if self.core.scaler is not None:
+                self.core.scaler.check()
+
+    def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
+        """End the window: update the parameters, the counters and the learning rate."""
+        report = self._report = self.core.step()
+        self._applied = report.applied
+        self.counters.global_steps += 1
+        self.counters.global_samples += self._samples()
+        if not report.applied:
+            self.counters.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+        self._follow_scale(report)
+
+    def _samples(self) -> int:
+        """Samples of the window that has just ended."""
+        backwards, self.core.tracker.backwards = self.core.tracker.backwards, 0
+        if self.window.managed:
+            return self.train_batch_size()
+        return backwards * self.train_micro_batch_size_per_gpu() * self.dp_world_size
 
     def _follow_scale(self, report: StepReport) -> None:
         """Move the loss scale, and tell of a step that was skipped."""
@@ -229,10 +218,12 @@ class Engine(nn.Module):
             logger.info("units:\n%s", self.core.describe())
 
     def _prepare(self) -> None:
-        """Tell the tracker whether the next backward reduces."""
-        boundary = self.is_gradient_accumulation_boundary()
+        """Tell core whether the next backward reduces, and whether it adds to another."""
+        window = self.window
         each = self.core.options.stage >= 2
-        self.core.tracker.synced = not self._in_no_sync and (each or boundary)
+        reduces = each or (window.managed and window.is_boundary())
+        self.core.tracker.synced = reduces and self.enable_backward_allreduce and not window.paused
+        self.core.gradients.accumulating = window.sums_up()
 
     def _report_progress(self) -> None:
         every = self.config.steps_per_print
@@ -250,154 +241,103 @@ class Engine(nn.Module):
         """Keep gradients local; the next backward outside reduces them too.
 
         Raises:
-            EngineError: The context is entered twice.
+            EngineError: Gradients are being kept local already.
         """
-        if self._in_no_sync:
-            raise EngineError("no_sync() is already active")
-        if self.core.options.stage >= 2 and not self._warned_no_sync:
-            self._warned_no_sync = True
+        with self._local_gradients("no_sync()"):
+            yield
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Reduce the gradients of all backwards inside once, at the end.  Collective.
+
+        Where the next ``step()`` is no boundary, stages 0 and 1 leave them local, as ever.  After
+        an exception nothing is reduced; ``zero_grad()`` drops what was computed.
+
+        Raises:
+            EngineError: Gradients are being kept local already.
+        """
+        with self._local_gradients("coalesce_grad_reduction()"):
+            yield
+        if self.core.tracker.synced:
+            self.core.reduce_gradients()
+
+    @contextmanager
+    def _local_gradients(self, context: str) -> Iterator[None]:
+        self.window.pause(context)
+        if self.core.options.stage >= 2 and not self._warned_of_memory:
+            self._warned_of_memory = True
             logger.warning(
-                "no_sync() at stage %d keeps unsharded gradients: it costs the memory that the "
-                "stage saves",
+                "%s at stage %d keeps unsharded gradients: it costs the memory that the stage "
+                "saves",
+                context,
                 self.core.options.stage,
             )
-        self._in_no_sync = True
-        self.core.gradients.accumulating = True
         self._prepare()
         try:
             yield
         finally:
-            self._in_no_sync = False
-            self.core.gradients.accumulating = self.core.gradients.accumulation > 1
+            self.window.resume()
             self._prepare()
+
+    def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
+        """Reduce now what backward has left local, if this window ends.  Collective.
+
+        For loops that set ``engine.enable_backward_allreduce = False``; otherwise nothing is left.
+        At stages 2 and 3 it reduces in every micro-step.
+
+        Args:
+            bucket_size: Of no effect: a unit is one reduction.
+        """
+        if self.core.options.stage >= 2 or self.window.is_boundary():
+            self.core.reduce_gradients()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this accumulation window.  ``step()`` does it by itself."""
         self.core.forget_gradients()
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next ``step()`` updates the parameters."""
-        if self._boundary is not None:
-            return self._boundary
-        return (self.counters.micro_steps + 1) % self.gradient_accumulation_steps() == 0
-
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Decide by hand whether the next ``step()`` updates, until this is called again.
 
+        A window that ends early is divided by its full length all the same; the next one has its
+        full length again.  See [Note: accumulation windows] in ``window``.
+
         Args:
             is_boundary: The decision, or None to go back to counting micro-steps.
+
+        Raises:
+            EngineError: ``managed_gradient_accumulation`` is false.
         """
-        self._boundary = is_boundary
+        self.window.force(is_boundary)
         self._prepare()
 
-    def was_step_applied(self) -> bool:
-        """Whether the last ``step()`` updated the parameters."""
-        return self._applied
+    # ---- changing ----------------------------------------------------------------------------
 
-    # ---- reading -----------------------------------------------------------------------------
+    def set_lr(self, lr: float | Sequence[float]) -> None:
+        """Set the learning rate; a schedule moves it again at its next step.
 
-    def __getattr__(self, name: str) -> Any:
-        """Look up what the engine does not have on the model."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            modules = self.__dict__.get("_modules", {})
-            if "module" in modules:
-                return getattr(modules["module"], name)
-            raise
+        Args:
+            lr: One rate for all parameter groups, or one for each.
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimiser; its ``param_groups`` hold the hyper-parameters."""
-        return self.core.optimizer.optimizer if self.core.optimizer is not None else None
-
-    @property
-    def micro_steps(self) -> int:
-        """Calls of ``step()`` so far."""
-        return self.counters.micro_steps
-
-    @property
-    def global_steps(self) -> int:
-        """Optimiser steps so far, skipped ones included."""
-        return self.counters.global_steps
-
-    @property
-    def global_samples(self) -> int:
-        """Samples of all optimiser steps so far."""
-        return self.counters.global_samples
-
-    @property
-    def skipped_steps(self) -> int:
-        """Optimiser steps whose update was skipped."""
-        return self.counters.skipped_steps
-
-    @property
-    def dp_world_size(self) -> int:
-        """Number of ranks that see different data."""
-        return self.data_group.size
-
-    @property
-    def global_rank(self) -> int:
-        """Rank of this process among all."""
-        return self.data_group.ranks[self.data_group.rank]
-
-    def zero_optimization_stage(self) -> int:
-        """The ZeRO stage, 0 to 3."""
-        return self.core.options.stage
-
-    def get_global_grad_norm(self) -> float | None:
-        """L2 norm of the last step's averaged gradients before clipping; None before any."""
-        return self._grad_norm
-
-    def get_non_finite_gradient(self) -> NonFinite | None:
-        """Why the last step was skipped; None if it was not."""
-        return self._problem
-
-    @property
-    def loss_scale(self) -> float:
-        """What losses are multiplied by now; 1 where they are not scaled."""
-        return self.core.entry.scale
-
-    @property
-    def cur_scale(self) -> float:
-        """The same as :attr:`loss_scale`."""
-        return self.loss_scale
-
-    def get_loss_scale(self) -> float:
-        """The same as :attr:`loss_scale`."""
-        return self.loss_scale
-
-    def get_lr(self) -> list[float]:
-        """Learning rate of each parameter group."""
-        return [float(group["lr"]) for group in self._groups()]
-
-    def get_mom(self) -> list[Any]:
-        """Momentum, or betas, of each parameter group."""
-        return [group.get("betas", group.get("momentum")) for group in self._groups()]
-
-    def _groups(self) -> list[dict[str, Any]]:
-        optimizer = self.optimizer
-        return optimizer.param_groups if optimizer is not None else []
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """(train batch, micro-batch per rank, accumulation steps)."""
-        train, micro, accumulation = self.config.batch
-        return train, micro, accumulation
-
-    def train_batch_size(self) -> int:
-        """Samples of one optimiser step over all ranks."""
-        return self.config.batch.train
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of one forward pass on one rank."""
-        return self.config.batch.micro
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-steps per optimiser step."""
-        return self.config.batch.accumulation
+        Raises:
+            ConfigError: A rate is negative or not finite, or there are too many or too few.
+        """
+        groups = self._groups()
+        rates = list(lr) if isinstance(lr, Sequence) else [lr] * len(groups)
+        if len(rates) != len(groups) or not all(0 <= rate < math.inf for rate in rates):
+            raise ConfigError(
+                f"set_lr({lr!r}): a finite rate of at least 0 is expected, or one for each of the "
+                f"{len(groups)} parameter groups"
+            )
+        for group, rate in zip(groups, rates, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = float(rate)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the samples of one optimiser step by changing the accumulation.
+
+        In the middle of a window its gradients are dropped, with a warning, and a new one begins.
 
         Args:
             train_batch_size: A multiple of micro-batch size times ranks.
@@ -406,10 +346,13 @@ class Engine(nn.Module):
             ConfigError: It is no such multiple.
         """
         micro = self.train_micro_batch_size_per_gpu()
-        self._resize(resolve_batch_sizes(train_batch_size, micro, None, self.data_group.size))
+        train = _whole("set_train_batch_size", train_batch_size)
+        self._resize(resolve_batch_sizes(train, micro, None, self.dp_world_size))
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the samples of one forward pass; accumulation stays, the total follows.
+
+        Loaders that exist already keep their batch size.
 
         Args:
             micro_batch_size: Samples, at least 1.
@@ -418,9 +361,13 @@ class Engine(nn.Module):
             ConfigError: It is not positive.
         """
         steps = self.gradient_accumulation_steps()
-        self._resize(resolve_batch_sizes(None, micro_batch_size, steps, self.data_group.size))
+        micro = _whole("set_train_micro_batch_size", micro_batch_size)
+        self._resize(resolve_batch_sizes(None, micro, steps, self.dp_world_size))
 
     def _resize(self, sizes: BatchSizes) -> None:
+        if sizes == self.config.batch:
+            return
+        longer = sizes.accumulation != self.gradient_accumulation_steps()
         self.config = self.config.model_copy(
             update={
                 "train_batch_size": sizes.train,
@@ -428,9 +375,19 @@ class Engine(nn.Module):
                 "gradient_accumulation_steps": sizes.accumulation,
             }
         )
-        self.core.gradients.set_accumulation(sizes.accumulation)
-        # A new window begins, whatever was left of the old one.
-        self.counters.micro_steps = self.counters.global_steps * sizes.accumulation
+        if longer:
+            self._begin_window(sizes.accumulation)
+
+    def _begin_window(self, accumulation: int) -> None:
+        """Begin a window of another length; gradients so far were divided by the old one."""
+        cut = self.window.restart(accumulation)
+        if cut:
+            logger.warning(
+                "the number of accumulation steps changed in the middle of a window: the gradients "
+                "of its first %d micro-steps are dropped",
+                cut,
+            )
+        self.core.gradients.set_accumulation(accumulation)
         self.core.forget_gradients()
         self._prepare()
 
@@ -484,153 +441,86 @@ class Engine(nn.Module):
         self,
         dataset: Any,
         batch_size: int | None = None,
+        route: Literal["train", "predict", "eval"] = "train",
+        pin_memory: bool = True,
+        data_sampler: Sampler[Any] | Iterable[Any] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
         *,
         shuffle: bool = True,
-        num_local_io_workers: int = 0,
-        pin_memory: bool = False,
-    ) -> DistributedLoader:
+    ) -> DistributedLoader | DataLoader[Any]:
         """Make a loader that gives every rank its own micro-batches.
 
         Args:
             dataset: Map-style or iterable dataset.
             batch_size: Samples per micro-batch; the configured one by default.
+            route: ``predict`` and ``eval`` keep the order of the samples and leave none out.
+            pin_memory: Put batches in page-locked memory, where there is an accelerator.
+            data_sampler: Indices for this rank in their order; the position is then its own
+                affair, and the result is torch's loader.
             collate_fn: Joins samples; torch's default otherwise.
-            shuffle: Draw samples in random order.
-            num_local_io_workers: Loader processes of this rank.
-            pin_memory: Put batches in page-locked memory.
+            num_local_io_workers: Loader processes of this rank; by default none.
+            shuffle: Draw samples in random order when training.
+
+        Returns:
+            A loader that can be resumed in the middle of an epoch, or torch's for a sampler.
+
+        Raises:
+            ConfigError: An argument has no such value.
         """
+        if route not in ("train", "predict", "eval"):
+            raise ConfigError(
+                f'deepspeed_io(route={route!r}): "train", "predict" or "eval" is expected'
+            )
+        training = route == "train"
+        size = self.train_micro_batch_size_per_gpu() if batch_size is None else batch_size
+        size = _whole("deepspeed_io", size)
+        collate = collate_fn or self.collate_fn
+        pinned = pin_memory and self.device.type != "cpu"
+        drop_last = self.config.dataloader_drop_last and training
+        if data_sampler is not None:
+            return DataLoader(
+                dataset,
+                batch_size=size,
+                sampler=data_sampler,
+                collate_fn=collate,
+                drop_last=drop_last,
+                num_workers=num_local_io_workers or 0,
+                pin_memory=pinned,
+            )
         return DistributedLoader(
             dataset,
-            batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
-            rank=self.data_group.rank,
-            world_size=self.data_group.size,
-            collate_fn=collate_fn or self.collate_fn,
-            drop_last=self.config.dataloader_drop_last,
-            shuffle=shuffle,
-            num_workers=num_local_io_workers,
-            pin_memory=pin_memory,
+            batch_size=size,
+            rank=self.mesh.data.rank,
+            world_size=self.mesh.data.size,
+            collate_fn=collate,
+            drop_last=drop_last,
+            shuffle=shuffle and training,
+            num_workers=num_local_io_workers or 0,
+            pin_memory=pinned,
         )
 
-    # ---- weights and checkpoints -------------------------------------------------------------
-
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
-        """Return full copies of all parameters and buffers on every rank.  Collective.
-
-        Args:
-            exclude_frozen_parameters: Leave out what is not trained.
-        """
-        return full_state_dict(self.core, exclude_frozen=exclude_frozen_parameters)
-
-    def load_module_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:
-        """Set parameters and buffers by name, the fp32 masters with them.  Collective.
-
-        Args:
-            state_dict: The same full tensors on every rank.
-            strict: Refuse missing and unknown names.
-
-        Raises:
-            CheckpointError: Names or shapes do not fit.
-        """
-        load_state_dict(self.core, state_dict, strict=strict)
-
-    def save_16bit_model(
-        self,
-        save_dir: str | os.PathLike[str],
-        save_filename: str = "model.safetensors",
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Write the model's weights in their compute dtype from rank 0.  Collective.
-
-        Args:
-            save_dir: Folder; made if missing.
-            save_filename: ``*.safetensors``, or ``*.bin`` for a torch pickle.
-            exclude_frozen_parameters: Leave out what is not trained.
-
-        Returns:
-            True, once the file is whole.
-        """
-        save_weights(self.core, save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
-        return True
-
-    def save_checkpoint(
-        self,
-        save_dir: str | os.PathLike[str],
-        tag: str | int | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Write model, optimiser, schedule and data position.  Collective.
-
-        Args:
-            save_dir: Folder of all checkpoints of a run.
-            tag: Name of this one; ``global_step{N}`` by default.
-            client_state: The caller's own values: JSON types and tensors.
-            save_latest: Name it in ``latest``.
-            exclude_frozen_parameters: Leave out parameters that are not trained.
-
-        Returns:
-            True, once the checkpoint is whole and named.
-
-        Raises:
-            CheckpointError: It could not be written; earlier checkpoints are untouched.
-        """
-        name = f"global_step{self.global_steps}" if tag is None else str(tag)
-        save_engine(
-            self,
-            save_dir,
-            name,
-            client_state or {},
-            save_latest=save_latest,
-            exclude_frozen=exclude_frozen_parameters,
-        )
-        return True
-
-    def load_checkpoint(
-        self,
-        load_dir: str | os.PathLike[str],
-        tag: str | int | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        missing_ok: bool = False,
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        """Read what any stage and number of ranks saved.  Collective.
-
-        Args:
-            load_dir: Folder of all checkpoints of a run.
-            tag: Which one; the one named in ``latest`` by default.
-            load_module_strict: Refuse missing and unknown parameters.
-            load_optimizer_states: Restore the optimiser; otherwise it starts anew.
-            load_lr_scheduler_states: Restore the schedule.
-            load_module_only: Restore nothing but the weights.
-            missing_ok: Return ``(None, None)`` if there is no checkpoint.
-
-        Returns:
-            Path of the checkpoint and the client state.
-
-        Raises:
-            CheckpointNotFoundError: There is none, and ``missing_ok`` is false.
-            CheckpointError: It is damaged or does not fit the model.
-        """
-        return load_engine(
-            self,
-            load_dir,
-            tag,
-            strict=load_module_strict,
-            optimizer=load_optimizer_states and not load_module_only,
-            schedule=load_lr_scheduler_states and not load_module_only,
-            counters=not load_module_only,
-            missing_ok=missing_ok,
-        )
+    # ---- end ---------------------------------------------------------------------------------
 
     def destroy(self) -> None:
         """Give the model back as an ordinary one: full parameters, no hooks.  Collective."""
         if self._compiled is not None:
             self._compiled.restore()
         self.core.destroy()
+
+
+def _whole(verb: str, value: SupportsIndex) -> int:
+    """An integer of Python or numpy; nothing that only looks like one.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise ConfigError(f"{verb}() needs a whole number, got {value!r}") from None
 
 
 def _half(tensor: Tensor) -> Tensor:

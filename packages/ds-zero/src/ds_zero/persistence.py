@@ -35,7 +35,7 @@ from ds_zero.optim.base import OptimizedRun
 from ds_zero.optim.flat import family_of
 
 if TYPE_CHECKING:
-    from ds_zero.engine import Engine
+    from ds_zero.readings import EngineReadings
 
 __all__ = ["load_engine", "save_engine"]
 
@@ -106,7 +106,7 @@ class StoredStates:
 
 
 def save_engine(
-    engine: Engine,
+    engine: EngineReadings,
     folder: str | os.PathLike[str],
     tag: str,
     client_state: Mapping[str, Any],
@@ -127,7 +127,7 @@ def save_engine(
     )
 
 
-def _manifest(engine: Engine, *, exclude_frozen: bool) -> Manifest:
+def _manifest(engine: EngineReadings, *, exclude_frozen: bool) -> Manifest:
     core = engine.core
     params = _parameter_infos(core)
     optimizer = core.optimizer
@@ -211,7 +211,7 @@ def _chunks(core: ZeroCore, excluded: set[str]) -> Iterator[Chunk]:
 
 
 def load_engine(
-    engine: Engine,
+    engine: EngineReadings,
     folder: str | os.PathLike[str],
     tag: str | int | None,
     *,
@@ -328,16 +328,18 @@ def _load_groups(groups: list[dict[str, Any]], stored: Any) -> None:
                 group[key] = tuple(value) if isinstance(value, list) else value
 
 
-def _load_counters(engine: Engine, manifest: Manifest) -> None:
+def _load_counters(engine: EngineReadings, manifest: Manifest) -> None:
     counters = engine.counters
     counters.global_steps = int(manifest.counters["global_steps"])
     counters.global_samples = int(manifest.counters["global_samples"])
     counters.skipped_steps = int(manifest.counters["skipped_steps"])
     # A window that was cut by the save begins anew, whatever its length is now.
     counters.micro_steps = counters.global_steps * engine.gradient_accumulation_steps()
+    engine.window.restart()
+    engine.core.forget_gradients()
 
 
-def _load_position(engine: Engine, manifest: Manifest) -> None:
+def _load_position(engine: EngineReadings, manifest: Manifest) -> None:
     """Restore where the data loader was.
 
     Raises:

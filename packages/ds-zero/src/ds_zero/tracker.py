@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -73,6 +73,10 @@ class Tracker:
         self._entry = entry
         self.synced = True
         """Whether the next backward reduces (the engine sets it before each backward)."""
+        self.backwards = 0
+        """How many have ended; whoever counts them sets it back."""
+        self.around_reductions: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Around the wait for reductions at the end of a backward."""
         self._armed: set[int] = set()
         self._open: list[Unit] = []
         self._gathered_in_task: list[Unit] = []
@@ -343,8 +347,10 @@ class Tracker:
         self._borrowed.clear()
         if not self._hold_all:
             self._residency.release_all()
+        self.backwards += 1
         if self.synced:
-            self._gradients.finish_backward()
+            with self.around_reductions():
+                self._gradients.finish_backward()
             self._gradients.expose_grads()
 
     def abandon_backward(self) -> None:

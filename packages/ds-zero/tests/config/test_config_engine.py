@@ -458,7 +458,6 @@ def test_the_rest_is_one_error_with_every_path() -> None:
 @pytest.mark.parametrize(
     ("config", "path"),
     [
-        ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation"),
         *(
             ({"compile": {"deepcompile": True, key: value}}, f"compile.{key}")
             for key, value in {

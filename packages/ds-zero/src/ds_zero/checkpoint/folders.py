@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import logging
+import numbers
 import os
 import re
 import shutil
@@ -46,7 +47,7 @@ def normalise_tag(tag: str | int) -> str:
     Raises:
         CheckpointError: It is empty, not a single path component, reserved, or too long.
     """
-    if isinstance(tag, bool) or not isinstance(tag, (str, int)):
+    if isinstance(tag, bool) or not isinstance(tag, (str, numbers.Integral)):
         raise CheckpointError(f"a checkpoint tag is text or an integer, not {tag!r}")
     text = str(tag)
     problem = ""

@@ -96,17 +96,14 @@ class EngineConfig(Section):
     one rank."""
     dataloader_drop_last: Flag = False
     """Drop the last, smaller batch of an epoch."""
-    wall_clock_breakdown: Annotated[
-        Flag, NotYet("leave it false and use torch.profiler around a step")
-    ] = False
+    wall_clock_breakdown: Flag = False
     """Time forward, backward and step; synchronises the device."""
     dump_state: Flag = False
     """Log the configuration and the model's units at the start."""
 
-    managed_gradient_accumulation: Annotated[
-        Flag, NotYet("leave it true: step() updates at the end of every accumulation window")
-    ] = True
-    """Let the engine decide which step() updates; ``false`` makes every step() update."""
+    managed_gradient_accumulation: Flag = True
+    """Let the engine decide which step() updates; ``false`` makes every step() update. Gradients
+    are divided by ``gradient_accumulation_steps`` either way."""
     gradient_allreduce_op: Literal["mean", "sum"] = "mean"
     """How gradients of the ranks are combined; micro-batches are averaged in either case."""
     prescale_gradients: Annotated[
