@@ -9,10 +9,12 @@ import pytest
 import torch
 from fp16 import PlainFp16, full_masters
 from torch import Tensor, nn
+from zoo import MODELS
 
 import ds_zero
 from ds_comm.errors import EngineError, LossScaleError
 from ds_comm.testing.plugin import Ranks
+from ds_zero.tensors import tensors_in
 
 STAGES = (0, 1, 2, 3)
 
@@ -184,6 +186,77 @@ def _all_ways(stage: int) -> None:
 def test_every_way_of_calling_backward_does_the_same(ranks: Ranks, stage: int) -> None:
     """``engine.backward``, ``engine.scale().backward()``, ``loss.backward()``; fp16 rounding."""
     ranks(2, _all_ways, stage)
+
+
+_NOT_IN_FP16 = {
+    "weight_norm and orthogonal",  # torch has no QR in fp16 on the CPU
+    "sparse matrix",  # nor this product
+    "dict outputs",  # its values overflow
+    "torch.func.grad",  # not at stage 3
+}
+
+
+def _zoo() -> None:
+    for name in sorted(MODELS.keys() - _NOT_IN_FP16):
+        found = {}
+        for stage, plain in ((1, False), (3, False), (3, True)):
+            torch.manual_seed(11)
+            engine = _engine(stage, MODELS[name]())
+            for step in range(2):
+                x = torch.randn(5, 4, generator=torch.Generator().manual_seed(step + 9 * _rank()))
+                loss = engine(x.half())
+                loss = loss if isinstance(loss, Tensor) else next(iter(tensors_in(loss)))
+                loss = loss.float().square().mean()
+                loss.backward() if plain else engine.backward(loss)
+                engine.step()
+            assert engine.skipped_steps == 0, name
+            found[stage, plain] = full_masters(engine)
+            engine.destroy()
+        for key, values in found.items():
+            for param, value in values.items():
+                assert torch.equal(value, found[1, False][param]), (name, key, param)
+
+
+@pytest.mark.slow
+def test_models_of_every_kind(ranks: Ranks) -> None:
+    """Stage 1, stage 3 and stage 3 with ``loss.backward()`` are bit-identical in fp16."""
+    ranks(2, _zoo)
+
+
+def _transformers() -> None:
+    """Loss and logits come from one forward; the first is computed from the second."""
+    import transformers
+
+    config = transformers.GPT2Config(
+        n_layer=2, n_head=2, n_embd=16, vocab_size=32, n_positions=16, attn_pdrop=0.0,
+        embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    tokens = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(_rank()))
+    found = []
+    for way in ("engine", "loss", "checkpoint", "reentrant"):
+        torch.manual_seed(0)
+        model = transformers.GPT2LMHeadModel(config)
+        if way in ("checkpoint", "reentrant"):
+            options = {"use_reentrant": way == "reentrant"}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        engine = _engine(3, model, fp16={"initial_scale_power": 10})
+        for _ in range(2):
+            out = engine(input_ids=tokens, labels=tokens)
+            assert type(out).__name__ == "CausalLMOutputWithCrossAttentions"
+            assert out["logits"] is out.logits and out.loss is out[0]
+            engine.backward(out.loss) if way == "engine" else out.loss.backward()
+            engine.step()
+        assert engine.was_step_applied()
+        found.append(full_masters(engine))
+    for other in found[1:]:
+        for name, value in found[0].items():
+            assert torch.equal(other[name], value), name
+
+
+@pytest.mark.slow
+def test_hugging_face_outputs(ranks: Ranks) -> None:
+    pytest.importorskip("transformers")
+    ranks(2, _transformers)
 
 
 class Aux(nn.Module):

@@ -76,7 +76,7 @@ def full_masters(engine: ds_zero.Engine) -> dict[str, Tensor]:
         for run in unit.runs
         for piece in OptimizedRun(run).pieces()
     ]
-    found: dict[str, Tensor] = {}
+    found = {spec.name: torch.empty(spec.shape) for spec in core.layout.params if not spec.numel}
     for name, shape, start, values in sum(gather_objects(mine, core.collectives.group), []):
         whole = found.setdefault(name, torch.full(shape, float("nan"), dtype=values.dtype))
         whole.view(-1)[start : start + values.numel()] = values
