@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ds_all._version import __version__
 
 if TYPE_CHECKING:
-    from ds_all import checkpointing, zero
+    from ds_all import checkpointing, linear, ops, zero
     from ds_all.arguments import add_config_arguments
     from ds_all.config import DSConfig
     from ds_all.facade import initialize
@@ -27,6 +27,8 @@ __all__ = [
     "checkpointing",
     "init_distributed",
     "initialize",
+    "linear",
+    "ops",
     "zero",
 ]
 
@@ -42,7 +44,7 @@ _HOMES = {
 
 def __getattr__(name: str) -> object:
     """Import a public name from its home."""
-    if name in ("checkpointing", "zero"):
+    if name in ("checkpointing", "linear", "ops", "zero"):
         return importlib.import_module(f"ds_all.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

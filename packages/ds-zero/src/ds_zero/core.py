@@ -23,6 +23,7 @@ from ds_zero.agreement import Agreement, agree, reduce_late
 from ds_zero.flat import FlatRun, Presence, build_units
 from ds_zero.gradients import GradientFlow
 from ds_zero.guards import guard_state_dicts
+from ds_zero.held import share_held
 from ds_zero.layout import ModelLayout
 from ds_zero.non_finite import NonFinite, find_non_finite
 from ds_zero.optim.base import OptimizedRun, ShardOptimizer, StepGradients
@@ -107,6 +108,7 @@ class ZeroCore:
             cast_buffers(model, options.buffer_dtype)
         for buffer in model.buffers():
             _broadcast_buffer(buffer, group)
+        share_held(model, group)
         self.residency = Residency(self.units, collectives, self.trace, prefetch=options.prefetch)
         self.scaler = LossScaler(options.scaling) if options.scaling is not None else None
         """Moves the loss scale; None where losses are not scaled."""

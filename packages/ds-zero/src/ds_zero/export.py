@@ -14,6 +14,7 @@ from torch import Tensor
 from ds_comm.collectives import broadcast_object
 from ds_comm.errors import CheckpointError
 from ds_zero.core import ZeroCore
+from ds_zero.held import held_tensors
 
 __all__ = ["full_state_dict", "load_state_dict", "save_weights"]
 
@@ -57,6 +58,9 @@ def full_state_dict(core: ZeroCore, *, exclude_frozen: bool) -> dict[str, Tensor
     state = {n: t.clone() for n, t in full_tensors(core, exclude_frozen=exclude_frozen)}
     state.update({alias: state[name] for alias, name in core.aliases.items() if name in state})
     state.update({name: buffer.clone() for name, buffer in persistent_buffers(core).items()})
+    if not exclude_frozen:
+        held = held_tensors(core.model)
+        state.update({name: kept.full().clone() for name, kept in held.items()})
     return state
 
 
@@ -73,7 +77,8 @@ def load_state_dict(core: ZeroCore, state: Mapping[str, Tensor], *, strict: bool
     """
     values = {core.aliases.get(name, name): value for name, value in state.items()}
     buffers = persistent_buffers(core)
-    known = core.params.keys() | buffers.keys()
+    held = held_tensors(core.model)
+    known = core.params.keys() | buffers.keys() | held.keys()
     missing, unknown = sorted(known - values.keys()), sorted(values.keys() - known)
     if strict and (missing or unknown):
         raise CheckpointError(
@@ -85,12 +90,20 @@ def load_state_dict(core: ZeroCore, state: Mapping[str, Tensor], *, strict: bool
         for name, target in {**core.params, **buffers}.items()
         if name in values and values[name].shape != target.shape
     ]
+    wrong += [
+        f"{name}: {tuple(values[name].shape)} instead of {kept.tensor.shape}"
+        for name, kept in held.items()
+        if name in values and values[name].shape != kept.tensor.shape
+    ]
     if wrong:
         raise CheckpointError(f"the state dict has tensors of other shapes: {'; '.join(wrong)}")
     core.load_values({n: v for n, v in values.items() if n in core.params})
     for name, buffer in buffers.items():
         if name in values:
             buffer.copy_(values[name])
+    for name, kept in held.items():
+        if name in values:
+            kept.replace_from(values[name])
 
 
 def save_weights(
@@ -115,6 +128,10 @@ def save_weights(
     for name, tensor in full_tensors(core, exclude_frozen=exclude_frozen):
         if first:
             state[name] = tensor.cpu().clone()
+    for name, held in held_tensors(core.model).items() if not exclude_frozen else ():
+        whole = held.full()
+        if first:
+            state[name] = whole.cpu().clone()
     problem = None
     if first:
         state.update({n: b.cpu().clone() for n, b in persistent_buffers(core).items()})

@@ -31,6 +31,7 @@ from ds_zero.checkpoint import (
 )
 from ds_zero.core import ZeroCore
 from ds_zero.export import persistent_buffers
+from ds_zero.held import held_tensors
 from ds_zero.optim.base import OptimizedRun
 from ds_zero.optim.flat import family_of
 
@@ -159,6 +160,9 @@ def _parameter_infos(core: ZeroCore) -> tuple[TensorInfo, ...]:
             group=specs[name].group if specs[name].trainable else -1,
         )
         for name in core.params
+    ) + tuple(
+        TensorInfo(name, held.tensor.shape, dtype_name(held.tensor.data.dtype), False, -1)
+        for name, held in held_tensors(core.model).items()
     )
 
 
@@ -205,6 +209,10 @@ def _chunks(core: ZeroCore, excluded: set[str]) -> Iterator[Chunk]:
     if core.collectives.group.rank == 0:
         for name, buffer in persistent_buffers(core).items():
             yield Chunk(BUFFER, name, 0, buffer.detach().reshape(-1).contiguous())
+    for name, held in held_tensors(core.model).items():
+        mine = not held.tensor.replicated or core.collectives.group.rank == 0
+        if mine and name not in excluded:
+            yield Chunk(PARAM, name, held.tensor.start, held.tensor.data)
 
 
 # ---- loading ---------------------------------------------------------------------------------
@@ -278,6 +286,11 @@ def _load_weights(core: ZeroCore, checkpoint: Checkpoint) -> None:
             flat = buffer.detach().reshape(-1).clone()
             checkpoint.read(BUFFER, name, 0, flat)
             buffer.copy_(flat.view(buffer.shape))
+    for name, held in held_tensors(core.model).items():
+        if name in stored:
+            data = torch.empty_like(held.tensor.data)
+            checkpoint.read(PARAM, name, held.tensor.start, data)
+            held.replace(data)
 
 
 def _load_optimizer(core: ZeroCore, checkpoint: Checkpoint | None) -> None:

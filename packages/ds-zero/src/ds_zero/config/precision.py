@@ -21,6 +21,7 @@ from ds_comm.config import (
 
 __all__ = ["Bf16Section", "DataTypesSection", "Fp16Section", "TorchAutocastSection"]
 
+
 class Bf16Section(Section):
     """``bf16``: compute in bfloat16 with fp32 master weights."""
 
