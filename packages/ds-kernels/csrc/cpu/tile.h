@@ -92,17 +92,36 @@ static inline void store_row(void* data, DType dtype, int64_t at, const float* f
   }
 }
 
-// One block of kM rows and one vector column of C += A B.
-template <int kM, bool kTransposed>
+// One block of C += A B: kM rows and kN vectors of columns.
+template <int kM, int kN, bool kTransposed>
 static inline void product_block(int64_t depth, const float* a, int64_t lda, const float* b,
                                  int64_t ldb, float* c, int64_t ldc, bool accumulate) {
-  Lanes total[kM];
-  for (int i = 0; i < kM; ++i) total[i] = accumulate ? lanes_at(c + i * ldc) : Lanes{};
+  Lanes total[kM][kN];
+  for (int i = 0; i < kM; ++i)
+    for (int j = 0; j < kN; ++j)
+      total[i][j] = accumulate ? lanes_at(c + i * ldc + j * kLanes) : Lanes{};
   for (int64_t k = 0; k < depth; ++k) {
-    const Lanes row = lanes_at(b + k * ldb);
-    for (int i = 0; i < kM; ++i) total[i] += row * (kTransposed ? a[k * lda + i] : a[i * lda + k]);
+    Lanes row[kN];
+    for (int j = 0; j < kN; ++j) row[j] = lanes_at(b + k * ldb + j * kLanes);
+    for (int i = 0; i < kM; ++i) {
+      const float factor = kTransposed ? a[k * lda + i] : a[i * lda + k];
+      for (int j = 0; j < kN; ++j) total[i][j] += row[j] * factor;
+    }
   }
-  for (int i = 0; i < kM; ++i) *reinterpret_cast<Lanes*>(c + i * ldc) = total[i];
+  for (int i = 0; i < kM; ++i)
+    for (int j = 0; j < kN; ++j)
+      *reinterpret_cast<Lanes*>(c + i * ldc + j * kLanes) = total[i][j];
+}
+
+template <int kM, bool kTransposed>
+static inline void product_rows(int64_t columns, int64_t depth, const float* a, int64_t lda,
+                                const float* b, int64_t ldb, float* c, int64_t ldc,
+                                bool accumulate) {
+  int64_t j = 0;
+  for (; j + 2 * kLanes <= columns; j += 2 * kLanes)
+    product_block<kM, 2, kTransposed>(depth, a, lda, b + j, ldb, c + j, ldc, accumulate);
+  for (; j < columns; j += kLanes)
+    product_block<kM, 1, kTransposed>(depth, a, lda, b + j, ldb, c + j, ldc, accumulate);
 }
 
 // C[rows][columns] = (or +=) A[rows][depth] B[depth][columns]; with kTransposed A is [depth][rows].
@@ -114,19 +133,20 @@ static inline void product(int64_t rows, int64_t columns, int64_t depth, const f
   const int64_t step = kTransposed ? 1 : lda;
   int64_t i = 0;
   for (; i + 6 <= rows; i += 6)
-    for (int64_t j = 0; j < columns; j += kLanes)
-      product_block<6, kTransposed>(depth, a + i * step, lda, b + j, ldb, c + i * ldc + j, ldc,
-                                    accumulate);
+    product_rows<6, kTransposed>(columns, depth, a + i * step, lda, b, ldb, c + i * ldc, ldc,
+                                 accumulate);
+  for (; i + 2 <= rows; i += 2)
+    product_rows<2, kTransposed>(columns, depth, a + i * step, lda, b, ldb, c + i * ldc, ldc,
+                                 accumulate);
   for (; i < rows; ++i)
-    for (int64_t j = 0; j < columns; j += kLanes)
-      product_block<1, kTransposed>(depth, a + i * step, lda, b + j, ldb, c + i * ldc + j, ldc,
-                                    accumulate);
+    product_rows<1, kTransposed>(columns, depth, a + i * step, lda, b, ldb, c + i * ldc, ldc,
+                                 accumulate);
 }
 
 // Four columns of one or two rows of C = A B^T, where B is [columns][depth].
 template <int kM, int kN>
 static inline void dot_block(int64_t depth, const float* a, int64_t lda, const float* b,
-                             int64_t ldb, float* c, int64_t ldc) {
+                             int64_t ldb, float* c, int64_t ldc, bool accumulate) {
   Lanes total[kM][kN];
   for (int i = 0; i < kM; ++i)
     for (int j = 0; j < kN; ++j) total[i][j] = Lanes{};
@@ -139,27 +159,32 @@ static inline void dot_block(int64_t depth, const float* a, int64_t lda, const f
     }
   }
   for (int i = 0; i < kM; ++i)
-    for (int j = 0; j < kN; ++j) c[i * ldc + j] = sum_of(total[i][j]);
+    for (int j = 0; j < kN; ++j)
+      c[i * ldc + j] = (accumulate ? c[i * ldc + j] : 0.0f) + sum_of(total[i][j]);
 }
 
-// C[rows][columns] = A[rows][depth] B[columns][depth]^T; `depth` counts padding.
+// C[rows][columns] = (or +=) A[rows][depth] B[columns][depth]^T; `depth` counts padding.
 static inline void product_transposed(int64_t rows, int64_t columns, int64_t depth, const float* a,
                                       int64_t lda, const float* b, int64_t ldb, float* c,
-                                      int64_t ldc) {
+                                      int64_t ldc, bool accumulate = false) {
   int64_t i = 0;
   for (; i + 2 <= rows; i += 2) {
     int64_t j = 0;
     for (; j + 4 <= columns; j += 4)
-      dot_block<2, 4>(depth, a + i * lda, lda, b + j * ldb, ldb, c + i * ldc + j, ldc);
+      dot_block<2, 4>(depth, a + i * lda, lda, b + j * ldb, ldb, c + i * ldc + j, ldc,
+                      accumulate);
     for (; j < columns; ++j)
-      dot_block<2, 1>(depth, a + i * lda, lda, b + j * ldb, ldb, c + i * ldc + j, ldc);
+      dot_block<2, 1>(depth, a + i * lda, lda, b + j * ldb, ldb, c + i * ldc + j, ldc,
+                      accumulate);
   }
   for (; i < rows; ++i) {
     int64_t j = 0;
     for (; j + 4 <= columns; j += 4)
-      dot_block<1, 4>(depth, a + i * lda, lda, b + j * ldb, ldb, c + i * ldc + j, ldc);
+      dot_block<1, 4>(depth, a + i * lda, lda, b + j * ldb, ldb, c + i * ldc + j, ldc,
+                      accumulate);
     for (; j < columns; ++j)
-      dot_block<1, 1>(depth, a + i * lda, lda, b + j * ldb, ldb, c + i * ldc + j, ldc);
+      dot_block<1, 1>(depth, a + i * lda, lda, b + j * ldb, ldb, c + i * ldc + j, ldc,
+                      accumulate);
   }
 }
 

@@ -167,3 +167,11 @@ class Native:
         scale: float,
         /,
     ) -> None: ...
+
+    # grouped_matmul
+    def grouped_matmul(
+        self, out: Tensor, x: Tensor, weight: Tensor, bounds: Tensor, transposed: bool, /
+    ) -> None: ...
+    def grouped_matmul_weight_grad(
+        self, out: Tensor, x: Tensor, grad: Tensor, bounds: Tensor, /
+    ) -> None: ...

@@ -15,6 +15,7 @@ OP_MODULES: tuple[str, ...] = (
     "bias_activation",
     "block_sparse_attention",
     "evoformer_attention",
+    "grouped_matmul",
     "paged_attention",
 )
 """Names of the modules here, in alphabetical order."""
