@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -198,6 +199,9 @@ def test_where_prefixes_every_path() -> None:
         (8.0, 8),
         ("8.0", 8),
         (-3, -3),
+        (np.int16(7), 7),
+        (np.uint64(2**53 + 1), 2**53 + 1),
+        (np.float64(8), 8),
         ("9007199254740993", 9_007_199_254_740_993),  # 2**53 + 1: no float in between
     ],
 )
@@ -209,13 +213,32 @@ def test_whole_numbers(given_value: Any, expected: int) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [1.5, "1.5", True, False, None, "five", "", "1e400", "nan", 2**63, "1e19", [], {}, "0x10"],
+    [
+        1.5,
+        "1.5",
+        True,
+        False,
+        None,
+        "five",
+        "",
+        "1e400",
+        "nan",
+        2**63,
+        "1e19",
+        [],
+        {},
+        "0x10",
+        np.bool_(True),
+    ],
 )
 def test_what_is_no_whole_number(value: Any) -> None:
     assert problems({"count": value}) == [("count", ProblemKind.MALFORMED)]
 
 
-@pytest.mark.parametrize(("value", "expected"), [(1, 1.0), ("1e-4", 1e-4), ("2", 2.0), (0.1, 0.1)])
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(1, 1.0), ("1e-4", 1e-4), ("2", 2.0), (0.1, 0.1), (np.float32(0.5), 0.5)],
+)
 def test_numbers(value: Any, expected: float) -> None:
     ratio = build(Outer, {"ratio": value}).ratio
     assert ratio == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import re
 import sys
 from typing import Annotated, Any
@@ -26,7 +27,11 @@ _DTYPES = {
 
 
 def _to_number(value: Any) -> Any:
-    """A finite int or float out of a JSON number or its text."""
+    """A finite int or float out of a JSON number, its text or a number of numpy."""
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        value = int(value)
+    elif isinstance(value, numbers.Real) and not isinstance(value, bool):
+        value = float(value)
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError("a number is expected")
     number: int | float
