@@ -19,6 +19,7 @@ from ds_comm.collectives import (
     barrier,
     broadcast_object,
     collectives_for,
+    connect_shared,
     gather_objects,
 )
 from ds_comm.collectives.pairwise import ScratchPool, sum_in_rank_order
@@ -27,7 +28,9 @@ from ds_comm.testing.plugin import Ranks
 
 WORLDS = (2, 3, 4)
 SIZES = (0, 1, 7, 64, 4097)
-ALGORITHMS = ("pairwise", "native")
+ALGORITHMS = ("pairwise", "native", "shared")
+RANK_ORDERED = ("pairwise", "shared")
+"""Those whose sums are formed in rank order, in fp32 for 16-bit inputs."""
 
 
 def _values(rank: int, numel: int, dtype: torch.dtype, salt: int = 0) -> Tensor:
@@ -41,9 +44,16 @@ def _exact_sum(world: int, numel: int, dtype: torch.dtype, salt: int = 0) -> Ten
     return torch.stack(rows).sum(dim=0)
 
 
-def _served(algorithm: str) -> Collectives:
-    group = Group.world()
-    return PairwiseCollectives(group) if algorithm == "pairwise" else NativeCollectives(group)
+def _served(algorithm: str, group: Group | None = None) -> Collectives:
+    group = Group.world() if group is None else group
+    if algorithm == "pairwise":
+        return PairwiseCollectives(group)
+    if algorithm == "native":
+        return NativeCollectives(group)
+    shared = connect_shared(group)
+    if shared is None:
+        pytest.skip("ranks cannot share memory here: ds-kernels is not built")
+    return shared
 
 
 def _own(flat: Tensor, group: Group) -> Tensor:
@@ -66,19 +76,19 @@ def _reduces(algorithm: str) -> None:
             tolerance = {"rtol": 1e-6, "atol": 1e-6}
             out = torch.full((size,), 7.0)
             served.reduce(_values(rank, numel, dtype), out, "fresh").wait()
-            if algorithm == "pairwise" or dtype == torch.float32:
+            if algorithm in RANK_ORDERED or dtype == torch.float32:
                 torch.testing.assert_close(out.double(), exact, **tolerance)
             before = torch.arange(size, dtype=torch.float32)
             out = before.clone()
             served.reduce(_values(rank, numel, dtype), out, "more", accumulate=True).wait()
-            if algorithm == "pairwise" or dtype == torch.float32:
+            if algorithm in RANK_ORDERED or dtype == torch.float32:
                 wanted = before.double() + exact
                 torch.testing.assert_close(out.double(), wanted, rtol=1e-6, atol=2e-6)
             # out is a view of this rank's own shard, in the same dtype: rounded once.
             flat = _values(rank, numel, dtype)
             own = flat[part]
             served.reduce(flat, own, "in place").wait()
-            if algorithm == "pairwise":
+            if algorithm in RANK_ORDERED:
                 assert torch.equal(own, _rank_ordered(world, numel, dtype)[part].to(dtype))
             elif dtype == torch.float32:
                 torch.testing.assert_close(own.double(), exact, **tolerance)
@@ -99,8 +109,8 @@ def test_reduce_equals_a_float64_sum(ranks: Ranks, world: int, algorithm: str) -
     ranks(world, _reduces, algorithm)
 
 
-def _doubles() -> None:
-    served = _served("pairwise")
+def _doubles(algorithm: str) -> None:
+    served = _served(algorithm)
     world, rank = served.group.size, served.group.rank
     flat = torch.full((world,), 1.0 + (rank + 1) * 2.0**-40, dtype=torch.float64)
     out = torch.empty(1, dtype=torch.float64)
@@ -108,15 +118,16 @@ def _doubles() -> None:
     assert out.item() == world + sum(r + 1 for r in range(world)) * 2.0**-40
 
 
+@pytest.mark.parametrize("algorithm", RANK_ORDERED)
 @pytest.mark.parametrize("world", [2, 3])
-def test_float64_sums_keep_their_precision(ranks: Ranks, world: int) -> None:
+def test_float64_sums_keep_their_precision(ranks: Ranks, world: int, algorithm: str) -> None:
     """Only 16-bit inputs are summed in fp32; ``1 + k 2^-40`` has no fp32 neighbour."""
-    ranks(world, _doubles)
+    ranks(world, _doubles, algorithm)
 
 
-def _cut_bits() -> list[bytes]:
+def _cut_bits(algorithm: str) -> list[bytes]:
     """The sum of the same 1260 values, reduced whole and in pieces of several sizes."""
-    served = _served("pairwise")
+    served = _served(algorithm)
     world, rank = served.group.size, served.group.rank
     values = _values(rank, 1260, torch.float32) * 10.0 ** (rank * 3 - 4)
     found = []
@@ -135,7 +146,12 @@ def _cut_bits() -> list[bytes]:
 @pytest.mark.parametrize("world", WORLDS)
 def test_the_sum_has_the_same_bits_for_any_cut(ranks: Ranks, world: int) -> None:
     """Rank order everywhere: whichever rank owns an element, on all ranks."""
-    results = [bits for found in ranks(world, _cut_bits) for bits in found]
+    results = [
+        bits
+        for algorithm in RANK_ORDERED
+        for found in ranks(world, _cut_bits, algorithm)
+        for bits in found
+    ]
     assert len(set(results)) == 1
     scaled = [_values(r, 1260, torch.float32) * 10.0 ** (r * 3 - 4) for r in range(world)]
     total = scaled[0]
@@ -160,6 +176,13 @@ def _gathers(algorithm: str) -> None:
             work.wait()
             work.wait()
             assert torch.equal(flat, torch.cat(rows)) and flat.data_ptr() == address
+            flat.zero_()
+            served.gather(flat, "from shards", rows[rank].clone()).wait()
+            assert torch.equal(flat, torch.cat(rows))
+        masters = [_values(r, size, torch.float32) for r in range(world)]
+        rounded = torch.zeros(size * world, dtype=torch.bfloat16)
+        served.gather(rounded, "rounded", masters[rank].clone()).wait()
+        assert torch.equal(rounded, torch.cat(masters).bfloat16())
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -203,8 +226,8 @@ def test_all_to_all_moves_uneven_parts(ranks: Ranks, world: int, algorithm: str)
 # ---- several in flight -------------------------------------------------------------------------
 
 
-def _in_flight() -> None:
-    served = _served("pairwise")
+def _in_flight(algorithm: str) -> None:
+    served = _served(algorithm)
     world, rank = served.group.size, served.group.rank
     sizes = (5, 300, 1, 64, 2048)
     for backwards in (False, True):
@@ -242,10 +265,13 @@ def _in_flight() -> None:
         torch.testing.assert_close(out.double(), exact, rtol=1e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("algorithm", RANK_ORDERED)
 @pytest.mark.parametrize("world", WORLDS)
-def test_many_in_flight_are_waited_for_in_any_order(ranks: Ranks, world: int) -> None:
+def test_many_in_flight_are_waited_for_in_any_order(
+    ranks: Ranks, world: int, algorithm: str
+) -> None:
     """Ten at a time, waited in opposite orders on odd and even ranks; wait twice adds once."""
-    ranks(world, _in_flight)
+    ranks(world, _in_flight, algorithm)
 
 
 # ---- the small ones ----------------------------------------------------------------------------
@@ -278,14 +304,13 @@ def test_rows_broadcast_and_objects(ranks: Ranks, world: int, algorithm: str) ->
     ranks(world, _small, algorithm)
 
 
-def _subgroups() -> None:
+def _subgroups(algorithm: str) -> None:
     """Two groups whose group ranks differ from the global ones."""
     rank = dist.get_rank()
     members = [(0, 2), (1, 3)][rank % 2]
     handles = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     group = Group(members, members.index(rank), handles[rank % 2])
-    served = collectives_for(group)
-    assert isinstance(served, PairwiseCollectives)
+    served = _served(algorithm, group)
     flat = torch.zeros(2)
     flat[group.rank] = rank
     served.gather(flat, f"of {members}").wait()
@@ -301,9 +326,10 @@ def _subgroups() -> None:
     assert served.exchange(torch.tensor([rank])).flatten().tolist() == list(members)
 
 
-def test_sources_count_within_the_group(ranks: Ranks) -> None:
+@pytest.mark.parametrize("algorithm", RANK_ORDERED)
+def test_sources_count_within_the_group(ranks: Ranks, algorithm: str) -> None:
     """Groups {0, 2} and {1, 3} at the same time."""
-    ranks(4, _subgroups)
+    ranks(4, _subgroups, algorithm)
 
 
 # ---- one rank ----------------------------------------------------------------------------------
@@ -335,6 +361,38 @@ def test_a_group_of_one_needs_no_process_group() -> None:
     assert gather_objects("a", served.group) == ["a"]
     assert broadcast_object("b", served.group) == "b"
     barrier(served.group)
+
+
+# ---- memory that peers read in place -----------------------------------------------------------
+
+
+def _lent() -> None:
+    served = _served("shared")
+    world, rank = served.group.size, served.group.rank
+    allocate = served.allocator
+    assert allocate is not None and PairwiseCollectives(served.group).allocator is None
+    assert RecordingCollectives(served).allocator is not None
+    for size in (1, 4097, 700_000):
+        flat = allocate(size * world, torch.float32)
+        assert flat.shape == (size * world,) and flat.dtype == torch.float32
+        flat.copy_(_values(rank, size * world, torch.float32))
+        out = torch.empty(size)
+        served.reduce(flat, out, "lent").wait()
+        # The wait has given the buffer back.
+        flat.fill_(rank)
+        exact = _exact_sum(world, size * world, torch.float32)[rank * size : (rank + 1) * size]
+        torch.testing.assert_close(out.double(), exact, rtol=1e-6, atol=1e-6)
+        shard = allocate(size, torch.float32).fill_(10 + rank)
+        served.gather(flat, "from lent shards", shard).wait()
+        shard.zero_()
+        wanted = torch.arange(10, 10 + world).repeat_interleave(size).float()
+        assert torch.equal(flat, wanted)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_lent_memory_is_given_back_by_the_wait(ranks: Ranks, world: int) -> None:
+    """What is written after the wait is not what peers read."""
+    ranks(world, _lent)
 
 
 # ---- parts -------------------------------------------------------------------------------------
@@ -384,8 +442,8 @@ def test_scratch_buffers_are_reused_for_what_fits() -> None:
 # ---- recording ---------------------------------------------------------------------------------
 
 
-def _recorded() -> list[Call]:
-    log = RecordingCollectives(_served("pairwise"))
+def _recorded(algorithm: str) -> list[Call]:
+    log = RecordingCollectives(_served(algorithm))
     world = log.group.size
     log.gather(torch.zeros(6 * world), "weights").wait()
     log.reduce(torch.zeros(10 * world, dtype=torch.bfloat16), torch.empty(10), "grads").wait()
@@ -395,10 +453,11 @@ def _recorded() -> list[Call]:
     return log.calls
 
 
+@pytest.mark.parametrize("algorithm", RANK_ORDERED)
 @pytest.mark.parametrize("world", WORLDS)
-def test_recording_counts_what_leaves_this_rank(ranks: Ranks, world: int) -> None:
+def test_recording_counts_what_leaves_this_rank(ranks: Ranks, world: int, algorithm: str) -> None:
     """A shard or row to each of the others: 24, 20 and 5 bytes; a broadcast from its source."""
-    for rank, calls in enumerate(ranks(world, _recorded)):
+    for rank, calls in enumerate(ranks(world, _recorded, algorithm)):
         others = world - 1
         assert calls == [
             ("gather", "weights", 24 * others),

@@ -103,6 +103,7 @@ class ZeroCore:
             group.rank,
             lambda tensor: collectives.broadcast(tensor, 0),
             narrow_masters=options.narrow_masters,
+            allocator=collectives.allocator,
         )
         if options.buffer_dtype is not None:
             cast_buffers(model, options.buffer_dtype)

@@ -22,6 +22,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
+from ds_comm.collectives import Allocator
 from ds_comm.errors import EditError
 from ds_zero.layout import ModelLayout, Run, UnitLayout
 from ds_zero.memory import FlatBuffer, flat_buffer
@@ -202,6 +203,7 @@ def build_units(
     broadcast: Broadcast,
     *,
     narrow_masters: bool = False,
+    allocator: Allocator | None = None,
 ) -> list[Unit]:
     """Move every parameter into flat buffers with rank 0's values; collective.
 
@@ -213,12 +215,13 @@ def build_units(
         shard: Which shard belongs to this rank.
         broadcast: How rank 0's values reach the others.
         narrow_masters: Let trainable runs of a 16-bit dtype have masters of that dtype.
+        allocator: Of memory from which other ranks gather.
     """
     units = []
     for index, (unit, plan) in enumerate(zip(layout.units, plans, strict=True)):
         releasable = stage.params is Extent.SHARD and not unit.resident
         runs = tuple(
-            _build_run(run, params, stage, shard, releasable, broadcast, narrow_masters)
+            _build_run(run, params, stage, shard, releasable, broadcast, narrow_masters, allocator)
             for run in unit.runs
         )
         built = Unit(index, unit, runs, plan.modules, releasable)
@@ -239,11 +242,15 @@ def _build_run(
     releasable: bool,
     broadcast: Broadcast,
     narrow_masters: bool,
+    allocator: Allocator | None,
 ) -> FlatRun:
     """Allocate one run, fill it with rank 0's values, and point its parameters into it."""
     members = tuple(params[slot.spec.name] for slot in run.slots)
     device = members[0].device
-    buffer = flat_buffer(run.numel, run.dtype, device)
+    # Peers gather from the masters of what is released, else from the run after the step.
+    keeps_all = stage.optimizer is Extent.FULL
+    gathered = run.trainable and not keeps_all and not releasable
+    buffer = flat_buffer(run.numel, run.dtype, device, allocator if gathered else None)
     flat = buffer.tensor
     narrow = run.dtype.is_floating_point and run.dtype.itemsize < 4
     widened = run.trainable and narrow and not narrow_masters
@@ -258,11 +265,10 @@ def _build_run(
     broadcast(whole)
     if whole is not flat:
         flat.copy_(whole)
-    keeps_all = stage.optimizer is Extent.FULL
     bounds = (0, run.numel) if keeps_all else run.shard_range(shard)
     master = whole[slice(*bounds)]
     if releasable or whole is not flat:
-        master = _own_copy(master)
+        master = _own_copy(master, allocator if releasable else None)
     nan = float("nan") if run.dtype.is_floating_point else 0
     marks = torch.full((len(members),), nan, dtype=run.dtype, device=device)
     result = FlatRun(
@@ -282,8 +288,8 @@ def _build_run(
     return result
 
 
-def _own_copy(values: Tensor) -> Tensor:
+def _own_copy(values: Tensor, allocator: Allocator | None) -> Tensor:
     """Copy ``values`` into a buffer of its own, on huge pages where possible."""
-    own = flat_buffer(values.numel(), values.dtype, values.device).tensor
+    own = flat_buffer(values.numel(), values.dtype, values.device, allocator).tensor
     own.copy_(values)
     return own

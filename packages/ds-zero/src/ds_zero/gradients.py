@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ds_comm.collectives import Collectives, Work
+from ds_comm.collectives import Allocator, Collectives, Work
 from ds_zero.flat import FlatRun, Unit
 from ds_zero.memory import FlatBuffer, flat_buffer
 from ds_zero.precision.entry import ScaleEntry
@@ -113,9 +113,12 @@ class Averaging:
 class BufferPool:
     """A few flat buffers that are handed out in turn, so that their pages stay warm."""
 
-    def __init__(self, device: torch.device, max_bytes: int) -> None:
+    def __init__(
+        self, device: torch.device, max_bytes: int, allocator: Allocator | None = None
+    ) -> None:
         """Serve requests of up to ``max_bytes`` on ``device``."""
         self._device = device
+        self._allocator = allocator
         self._max_bytes = max_bytes
         self._free: list[Tensor] = []
 
@@ -124,7 +127,7 @@ class BufferPool:
         whole = (
             self._free.pop()
             if self._free
-            else flat_buffer(self._max_bytes, torch.uint8, self._device).tensor
+            else flat_buffer(self._max_bytes, torch.uint8, self._device, self._allocator).tensor
         )
         return whole[: numel * dtype.itemsize].view(dtype)
 
@@ -204,7 +207,7 @@ class GradientFlow:
         largest = max(
             (r.layout.numel * max(4, r.layout.dtype.itemsize) for r in trainable), default=0
         )
-        self._pool = BufferPool(device, largest)
+        self._pool = BufferPool(device, largest, collectives.allocator)
         self._factor = torch.ones(1, dtype=torch.float32, device=device)
         self.set_accumulation(accumulation)
         # Resident units have no module that could pass them: they come last.
@@ -291,7 +294,10 @@ class GradientFlow:
             return gradients.local
         if self._stage.gradients is Extent.FULL:
             gradients.local = flat_buffer(
-                gradients.run.layout.numel, self._local_dtype(gradients), gradients.run.flat.device
+                gradients.run.layout.numel,
+                self._local_dtype(gradients),
+                gradients.run.flat.device,
+                self._collectives.allocator,
             ).tensor
         else:
             while len(self._flight) >= POOL_LIMIT:

@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ds_comm.collectives import Allocator
 from ds_comm.logging import get_logger, log_once
 
 __all__ = ["FlatBuffer", "flat_buffer"]
@@ -42,14 +43,19 @@ class FlatBuffer(Protocol):
         ...
 
 
-def flat_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> FlatBuffer:
+def flat_buffer(
+    numel: int, dtype: torch.dtype, device: torch.device, allocator: Allocator | None = None
+) -> FlatBuffer:
     """Allocate an inflated buffer of zeros.
 
     Args:
         numel: Number of elements; 0 is allowed.
         dtype: Element type.
         device: Where it lives.
+        allocator: That of the collectives, for what peers read; such a buffer is never deflated.
     """
+    if allocator is not None and device.type == "cpu":
+        return LentBuffer(allocator(numel, dtype))
     mappable = sys.platform == "linux" and device.type == "cpu" and numel > 0
     return MappedBuffer(numel, dtype) if mappable else StorageBuffer(numel, dtype, device)
 
@@ -81,6 +87,20 @@ class MappedBuffer:
     def deflate(self) -> None:
         """Return the pages to the system."""
         self._map.madvise(mmap.MADV_DONTNEED, self._offset, self._length)
+
+
+class LentBuffer:
+    """Memory that peers may read at any time, so that it always stays."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Hold ``tensor``."""
+        self.tensor = tensor
+
+    def inflate(self) -> None:
+        """Do nothing."""
+
+    def deflate(self) -> None:
+        """Do nothing."""
 
 
 class StorageBuffer:

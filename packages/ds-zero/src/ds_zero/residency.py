@@ -59,8 +59,7 @@ class Residency:
         works = []
         for run in unit.runs:
             run.buffer.inflate()
-            run.publish_master()
-            works.append(self._collectives.gather(run.flat, run.layout.name))
+            works.append(self._collectives.gather(run.flat, run.layout.name, run.master))
         self._works[unit.index] = works
         unit.presence = Presence.GATHERING
 

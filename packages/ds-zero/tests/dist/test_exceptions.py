@@ -135,7 +135,8 @@ class Flaky(LocalCollectives):
 
     broken = False
 
-    def gather(self, flat: Tensor, label: str) -> Work:
+    def gather(self, flat: Tensor, label: str, shard: Tensor | None = None) -> Work:
+        super().gather(flat, label, shard)
         return _FlakyWork(self)
 
 

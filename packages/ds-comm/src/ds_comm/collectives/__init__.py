@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_comm.collectives.base import Collectives, Done, Work
+from ds_comm.collectives.base import Allocator, Collectives, Done, Work
 from ds_comm.collectives.basic import (
     Reduction,
     all_gather,
@@ -19,8 +19,10 @@ from ds_comm.collectives.objects import barrier, broadcast_object, gather_object
 from ds_comm.collectives.pairwise import PairwiseCollectives
 from ds_comm.collectives.recording import Call, RecordingCollectives
 from ds_comm.collectives.select import collectives_for
+from ds_comm.collectives.shared import SharedCollectives, connect_shared
 
 __all__ = [
+    "Allocator",
     "Call",
     "Collectives",
     "Done",
@@ -29,6 +31,7 @@ __all__ = [
     "PairwiseCollectives",
     "RecordingCollectives",
     "Reduction",
+    "SharedCollectives",
     "Work",
     "all_gather",
     "all_reduce",
@@ -39,6 +42,7 @@ __all__ = [
     "broadcast_coalesced",
     "broadcast_object",
     "collectives_for",
+    "connect_shared",
     "gather_objects",
     "reduce_scatter",
 ]

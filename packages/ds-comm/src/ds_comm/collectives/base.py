@@ -6,14 +6,15 @@ equal shards; shard ``r`` belongs to rank ``r``.  Nothing is copied in or out of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ds_comm.group import Group
 
-__all__ = ["Collectives", "Done", "Work"]
+__all__ = ["Allocator", "Collectives", "Done", "Work"]
 
 
 class Work(Protocol):
@@ -37,6 +38,10 @@ class Done:
         """Return at once."""
 
 
+Allocator = Callable[[int, torch.dtype], Tensor]
+"""Returns zeros, 1-D on the CPU, of so many elements and that dtype."""
+
+
 class Collectives(Protocol):
     """Communication of one group.  All ranks of the group must make the same calls in order."""
 
@@ -45,15 +50,23 @@ class Collectives(Protocol):
         """The ranks that take part."""
         ...
 
-    def gather(self, flat: Tensor, label: str) -> Work:
+    @property
+    def allocator(self) -> Allocator | None:
+        """Makes tensors that peers can read in place, where that saves copies; else None."""
+        ...
+
+    def gather(self, flat: Tensor, label: str, shard: Tensor | None = None) -> Work:
         """Start filling every shard of ``flat`` with its owner's values, in place.
 
         Args:
-            flat: 1-D contiguous, ``size * n`` elements; this rank's shard holds its values.
+            flat: 1-D contiguous, ``size * n`` elements.
             label: What is gathered, for messages; must be equal on all ranks.
+            shard: This rank's values where ``flat`` does not hold them yet: 1-D, ``n`` elements,
+                of ``flat``'s dtype or a float that is rounded to it.
 
         Returns:
-            A handle; ``flat`` must not be touched before it was waited for.
+            A handle; ``flat`` must not be touched before it was waited for, nor ``shard`` be
+            written to.
         """
         ...
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ds_comm.collectives.base import Done, Work
+from ds_comm.collectives.base import Allocator, Done, Work
 from ds_comm.group import Group
 
 __all__ = ["LocalCollectives"]
@@ -19,8 +19,15 @@ class LocalCollectives:
         """Serve ``group``, which has one member."""
         self.group = group
 
-    def gather(self, flat: Tensor, label: str) -> Work:
-        """Return at once: the only shard is in place."""
+    @property
+    def allocator(self) -> Allocator | None:
+        """None: any memory will do."""
+        return None
+
+    def gather(self, flat: Tensor, label: str, shard: Tensor | None = None) -> Work:
+        """Return at once, with ``shard`` in place."""
+        if shard is not None:
+            flat.copy_(shard)
         return Done()
 
     def reduce(self, flat: Tensor, out: Tensor, label: str, *, accumulate: bool = False) -> Work:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_comm.collectives.base import Done, Work
+from ds_comm.collectives.base import Allocator, Done, Work
 from ds_comm.errors import CommError
 from ds_comm.group import Group
 
@@ -66,11 +66,18 @@ class NativeCollectives:
         """Serve ``group``, which has at least two members."""
         self.group = group
 
-    def gather(self, flat: Tensor, label: str) -> Work:
+    @property
+    def allocator(self) -> Allocator | None:
+        """None: any memory will do."""
+        return None
+
+    def gather(self, flat: Tensor, label: str, shard: Tensor | None = None) -> Work:
         """See :meth:`ds_comm.collectives.base.Collectives.gather`."""
         if flat.numel() == 0:
             return Done()
         own = flat.chunk(self.group.size)[self.group.rank]
+        if shard is not None:
+            own.copy_(shard)
         work = dist.all_gather_into_tensor(flat, own, group=self.group.handle, async_op=True)
         return self._handle(work, f"gather of {label!r}")
 

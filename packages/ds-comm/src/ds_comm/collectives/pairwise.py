@@ -26,8 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_comm.collectives.base import Done, Work
-from ds_comm.errors import CommError, CommTimeoutError, DivergenceError
+from ds_comm.collectives.base import Allocator, Done, Work
+from ds_comm.collectives.divergence import divergence
+from ds_comm.errors import CommError, CommTimeoutError
 from ds_comm.group import Group
 
 __all__ = ["PairwiseCollectives"]
@@ -103,12 +104,11 @@ class _Exchange:
         for receive in self.receives:
             self._wait(receive.header_work, receive.peer)
             if not torch.equal(receive.header, receive.expected):
-                raise DivergenceError(
-                    f"rank {self.group.ranks[self.group.rank]} runs {_describe(receive.expected)}, "
-                    f"but rank {self.group.ranks[receive.peer]} runs {_describe(receive.header)} "
-                    "at the same place: the ranks executed different modules. Every rank must run "
-                    "the same modules in the same order at this stage; use stage 0-2, or make the "
-                    "diverging modules one leaf module (zero_optimization.leaf_module)."
+                raise divergence(
+                    self.group.ranks[self.group.rank],
+                    _describe(receive.expected),
+                    self.group.ranks[receive.peer],
+                    _describe(receive.header),
                 )
         for receive in self.receives:
             self._wait(receive.payload_work, receive.peer)
@@ -200,12 +200,19 @@ class PairwiseCollectives:
         self._pool = ScratchPool()
         self._sequence = dict.fromkeys(_CHANNELS, 0)
 
-    def gather(self, flat: Tensor, label: str) -> Work:
+    @property
+    def allocator(self) -> Allocator | None:
+        """None: any memory will do."""
+        return None
+
+    def gather(self, flat: Tensor, label: str, shard: Tensor | None = None) -> Work:
         """See :meth:`ds_comm.collectives.base.Collectives.gather`."""
         if flat.numel() == 0:
             return Done()
         shards = flat.chunk(self.group.size)
         own = shards[self.group.rank]
+        if shard is not None:
+            own.copy_(shard)
         exchange, sequence = self._open("gather", label)
         message = _message("gather", sequence, exchange.what, _bytes(flat))
         for peer in self._peers():

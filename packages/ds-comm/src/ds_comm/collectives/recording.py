@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ds_comm.collectives.base import Collectives, Work
+from ds_comm.collectives.base import Allocator, Collectives, Work
 from ds_comm.group import Group
 
 __all__ = ["Call", "RecordingCollectives"]
@@ -37,11 +37,16 @@ class RecordingCollectives:
         """The ranks that take part."""
         return self._inner.group
 
-    def gather(self, flat: Tensor, label: str) -> Work:
+    @property
+    def allocator(self) -> Allocator | None:
+        """That of ``inner``."""
+        return self._inner.allocator
+
+    def gather(self, flat: Tensor, label: str, shard: Tensor | None = None) -> Work:
         """Record and pass on: this rank sends its shard to ``size - 1`` peers."""
         shard_bytes = flat.numel() // self.group.size * flat.element_size()
         self.calls.append(Call("gather", label, shard_bytes * (self.group.size - 1)))
-        return self._inner.gather(flat, label)
+        return self._inner.gather(flat, label, shard)
 
     def reduce(self, flat: Tensor, out: Tensor, label: str, *, accumulate: bool = False) -> Work:
         """Record and pass on: this rank sends every shard but its own."""
