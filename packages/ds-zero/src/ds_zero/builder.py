@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from ds_zero.core import ZeroCore
 from ds_zero.data import DistributedLoader
 from ds_zero.engine import Engine
 from ds_zero.gradients import Averaging
-from ds_zero.optim import attach_optimizer, optimizer_from_config
+from ds_zero.optim import attach_optimizer, granularity_of, optimizer_from_config
 from ds_zero.options import CoreOptions
 from ds_zero.precision import AutocastChoice, ScalePolicy
 from ds_zero.protocols import Schedule
@@ -111,7 +112,7 @@ def initialize(
         model,
         [group["params"] for group in groups],
         collectives_for(mesh.shard),
-        _options(settings),
+        replace(_options(settings), granularity=granularity_of(built)),
     )
     if built is not None:
         core.optimizer = attach_optimizer(

@@ -94,7 +94,9 @@ class ZeroCore:
         specs = describe_params(model, self.params, groups, options)
         plans = plan_units(model, specs, options.rules)
         group = collectives.group
-        self.layout = ModelLayout.build([plan.spec for plan in plans], group.size)
+        self.layout = ModelLayout.build(
+            [plan.spec for plan in plans], group.size, options.granularity
+        )
         self.units = build_units(
             self.layout,
             plans,

@@ -144,15 +144,18 @@ class ModelLayout:
     num_shards: int
 
     @staticmethod
-    def build(units: Iterable[UnitSpec], num_shards: int) -> ModelLayout:
+    def build(units: Iterable[UnitSpec], num_shards: int, granularity: int = 1) -> ModelLayout:
         """Place the parameters of ``units``.
 
         Args:
             units: Disjoint sets of parameters, in the order of their use in the forward pass.
             num_shards: Into how many equal shards each run is cut; at least 1.
+            granularity: Trainable parameters start, and shards of their runs are cut, at multiples
+                of this many elements.
         """
         placed = tuple(
-            UnitLayout(unit.name, unit.resident, tuple(_place(unit, num_shards))) for unit in units
+            UnitLayout(unit.name, unit.resident, tuple(_place(unit, num_shards, granularity)))
+            for unit in units
         )
         return ModelLayout(placed, num_shards)
 
@@ -167,7 +170,7 @@ class ModelLayout:
             yield from unit.runs
 
 
-def _place(unit: UnitSpec, num_shards: int) -> Iterator[Run]:
+def _place(unit: UnitSpec, num_shards: int, granularity: int) -> Iterator[Run]:
     """Split a unit into runs by dtype, trainability and reduction; give each parameter a slot."""
     kinds: dict[tuple[torch.dtype, bool, str], list[ParamSpec]] = {}
     for spec in unit.params:
@@ -175,7 +178,10 @@ def _place(unit: UnitSpec, num_shards: int) -> Iterator[Run]:
         kinds.setdefault((spec.dtype, spec.trainable, alone), []).append(spec)
     for (dtype, trainable, alone), specs in kinds.items():
         ordered = sorted(specs, key=lambda spec: spec.group)
-        slots, numel = _pack(ordered, max(VECTOR_NUMEL, 64 // dtype.itemsize), num_shards)
+        alignment = max(VECTOR_NUMEL, 64 // dtype.itemsize)
+        if trainable:
+            alignment = math.lcm(alignment, granularity)
+        slots, numel = _pack(ordered, alignment, num_shards)
         suffix = (
             "" if len(kinds) == 1 else f"[{_short(dtype)}{'' if trainable else ', frozen'}]{alone}"
         )

@@ -45,5 +45,7 @@ class CoreOptions:
     """Run the model under torch's autocast."""
     buffer_dtype: torch.dtype | None = None
     """Dtype of floating-point buffers; None keeps each one's own."""
+    granularity: int = 1
+    """Elements of the blocks that an optimiser works on; no parameter or shard cuts one."""
     rules: UnitRules = UnitRules()
     """What decides the units."""

@@ -65,6 +65,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "Muon": {"lr": 0.02, "adam_lr": 1e-3},
     "Adafactor": {"lr": 0.02},
     "RMSprop": {"lr": 1e-3},
+    "Adam8bit": {"lr": 1e-3},
 }
 
 

@@ -23,6 +23,7 @@ from ds_comm.group import Group
 from ds_zero.flat import build_units
 from ds_zero.layout import ModelLayout, ParamSpec
 from ds_zero.optim import (
+    Adam8bit,
     DeepSpeedCPUAdam,
     FlatAdagrad,
     FlatAdam,
@@ -35,6 +36,7 @@ from ds_zero.optim import (
     StepGradients,
     TorchAdapter,
     attach_optimizer,
+    granularity_of,
 )
 from ds_zero.optim.table import ELEMENT_WISE
 from ds_zero.stages import STAGES
@@ -131,7 +133,8 @@ class Shards:
         for shard in range(num_shards):
             model = _model(dtype)
             optimizer = make(_groups(model))
-            runs = _runs(model, optimizer.param_groups, num_shards, stage, shard)
+            blocks = granularity_of(optimizer)
+            runs = _runs(model, optimizer.param_groups, num_shards, stage, shard, blocks)
             self.models.append(model)
             self.runs.append(runs)
             self.optimizers.append(
@@ -178,7 +181,12 @@ class Shards:
 
 
 def _runs(
-    model: nn.Module, groups: Sequence[Mapping[str, Any]], num_shards: int, stage: int, shard: int
+    model: nn.Module,
+    groups: Sequence[Mapping[str, Any]],
+    num_shards: int,
+    stage: int,
+    shard: int,
+    granularity: int = 1,
 ) -> tuple[OptimizedRun, ...]:
     group_of = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
     params, _ = param_names(model)
@@ -187,7 +195,7 @@ def _runs(
         for name, p in params.items()
     }
     plans = plan_units(model, specs, UnitRules(persistence_numel=20))
-    layout = ModelLayout.build([plan.spec for plan in plans], num_shards)
+    layout = ModelLayout.build([plan.spec for plan in plans], num_shards, granularity)
     units = build_units(layout, plans, params, STAGES[stage], shard, lambda tensor: None)
     return tuple(OptimizedRun(run) for u in units for run in u.runs if run.layout.trainable)
 
@@ -289,6 +297,43 @@ def muon_rule(group: Any, state: Any, param: Tensor, grad: Tensor) -> None:
     param -= group["lr"] * torch.stack(found).view(param.shape)
 
 
+def tree_values(signed: bool) -> Tensor:
+    """Dettmers et al. 2022, section 1.3: a power of ten, then a linear fraction with the rest."""
+    found = {0.0, 1.0}
+    for zeros in range(7):
+        count = 2 ** (6 - zeros) * (1 if signed else 2)
+        for k in range(count):
+            fraction = 0.1 + 0.9 * (k + 0.5) / count
+            found.add(10.0**-zeros * fraction)
+            if signed:
+                found.add(-(10.0**-zeros) * fraction)
+    assert len(found) == 256
+    return torch.tensor(sorted(found), dtype=torch.float64)
+
+
+def in_8_bits(values: Tensor, signed: bool) -> Tensor:
+    """Every block of 256 elements by its nearest values."""
+    flat, table = values.flatten(), tree_values(signed)
+    for start in range(0, flat.numel(), 256):
+        part = flat[start : start + 256]
+        largest = part[part.abs().argmax()]
+        largest = largest if largest != 0 else torch.ones_like(largest)
+        nearest = (part[:, None] / largest - table).abs().argmin(dim=1)
+        flat[start : start + 256] = table[nearest] * largest
+    return flat.view(values.shape)
+
+
+def adam8bit_rule(group: Any, state: Any, param: Tensor, grad: Tensor) -> None:
+    """AdamW whose moments go through 8 bits after each step."""
+    b1, b2 = 0.9, 0.999
+    m = b1 * state.get("m", torch.zeros_like(param)) + (1 - b1) * grad
+    v = b2 * state.get("v", torch.zeros_like(param)) + (1 - b2) * grad**2
+    root = (v / (1 - b2 ** state["t"])).sqrt() + 1e-8
+    param *= 1 - group["lr"] * group["weight_decay"]
+    param -= group["lr"] * (m / (1 - b1 ** state["t"])) / root
+    state["m"], state["v"] = in_8_bits(m, True), in_8_bits(v, False)
+
+
 def _by_use(groups: Groups) -> Groups:
     """Each group as one for Muon and one for Adam."""
     return [
@@ -330,6 +375,7 @@ PAIRS: list[tuple[str, Make, Make]] = [
         lambda g: FlatMuon(_by_use(g)),
         lambda g: Rule(_by_use(g), muon_rule),
     ),
+    ("adam8bit", lambda g: Adam8bit(g, lr=0.1), lambda g: Rule(g, adam8bit_rule, lr=0.1)),
     ("sgd", lambda g: FlatSGD(g, lr=0.1), lambda g: torch.optim.SGD(g, lr=0.1)),
     (
         "momentum",
@@ -342,7 +388,7 @@ PAIRS: list[tuple[str, Make, Make]] = [
         lambda g: torch.optim.SGD(g, lr=0.1, momentum=0.8, nesterov=True),
     ),
 ]
-TOLERANCE = {"adam": 2e-6, "adamw": 2e-6, "lamb": 2e-6, "muon": 5e-6}
+TOLERANCE = {"adam8bit": 1e-5, "adam": 2e-6, "adamw": 2e-6, "lamb": 2e-6, "muon": 5e-6}
 """fp32 states against a float64 reference after 7 steps of size 0.1; 1e-6 for the others."""
 CUTS = [(1, 0), (1, 3), (2, 1), (3, 3), (3, 0), (5, 2)]
 
@@ -694,6 +740,28 @@ def test_states_move_between_cuts(name: str, make: Make) -> None:
         for step in range(3, 6):
             resumed.update(step)
         _same(resumed.values(), straight.values(), 2e-6 if "lamb" in name else 1e-6)
+
+
+def test_adam_reads_8_bit_states_and_back() -> None:
+    """Stored as fp32 values: plain Adam takes them over exactly, 8-bit Adam to its precision."""
+    narrow = Shards(lambda g: Adam8bit(g, lr=0.1), 3, 2)
+    for step in range(3):
+        narrow.update(step)
+    source = Memory(narrow.optimizers)
+    wide = Shards(lambda g: FlatAdam(g, lr=0.1), 2, 3)
+    for optimizer in wide.optimizers:
+        optimizer.load(source)
+    found = Memory(wide.optimizers)
+    assert found.numbers == source.numbers and found.tensors.keys() == source.tensors.keys()
+    assert all(torch.equal(found.tensors[key], value) for key, value in source.tensors.items())
+    wide.update(3)
+    back = Shards(lambda g: Adam8bit(g, lr=0.1), 1, 0)
+    source = Memory(wide.optimizers)
+    for optimizer in back.optimizers:
+        optimizer.load(source)
+    for key, value in Memory(back.optimizers).tensors.items():
+        # Half of the tables' widest gap, of the block's largest element.
+        assert (value - source.tensors[key]).abs().max() <= 0.0071 * source.tensors[key].abs().max()
 
 
 def test_ranges_of_all_shards_tile_each_state_once() -> None:

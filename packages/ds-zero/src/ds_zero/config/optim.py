@@ -20,8 +20,8 @@ class OptimizerSection(Section):
 
     type: str
     """Name of the optimiser, in any case: ``Adam`` (decoupled weight decay unless
-    ``adam_w_mode`` is false), ``AdamW``, ``Adagrad``, ``Lamb``, ``Lion``, ``Muon``, ``SGD``,
-    ``MuAdam``, ``MuAdamW``, ``MuSGD``, or a class of ``torch.optim``."""
+    ``adam_w_mode`` is false), ``AdamW``, ``Adam8bit``, ``Adagrad``, ``Lamb``, ``Lion``, ``Muon``,
+    ``SGD``, ``MuAdam``, ``MuAdamW``, ``MuSGD``, or a class of ``torch.optim``."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the optimiser, such as ``lr``, ``betas``, ``eps``, ``weight_decay``.
     ``Muon`` takes ``muon_lr`` and ``adam_lr`` for its two kinds of parameters."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ds_zero.optim.adagrad import FlatAdagrad
 from ds_zero.optim.adam import FlatAdam
+from ds_zero.optim.adam8bit import Adam8bit
 from ds_zero.optim.adapter import OwnerAdapter, TorchAdapter
 from ds_zero.optim.base import (
     OptimizedRun,
@@ -12,7 +13,7 @@ from ds_zero.optim.base import (
     StateSource,
     StepGradients,
 )
-from ds_zero.optim.flat import FlatOptimizer
+from ds_zero.optim.flat import FlatOptimizer, granularity_of
 from ds_zero.optim.lamb import FlatLamb
 from ds_zero.optim.lion import FlatLion
 from ds_zero.optim.muon import FlatMuon
@@ -29,6 +30,7 @@ from ds_zero.optim.sgd import FlatSGD
 from ds_zero.optim.table import attach_optimizer, optimizer_from_config
 
 __all__ = [
+    "Adam8bit",
     "DeepSpeedCPUAdagrad",
     "DeepSpeedCPUAdam",
     "DeepSpeedCPULion",
@@ -51,5 +53,6 @@ __all__ = [
     "StepGradients",
     "TorchAdapter",
     "attach_optimizer",
+    "granularity_of",
     "optimizer_from_config",
 ]

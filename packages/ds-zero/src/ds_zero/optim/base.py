@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ds_comm.errors import EngineError
 from ds_zero.flat import FlatRun
 from ds_zero.layout import Piece
 
@@ -50,6 +51,19 @@ class OptimizedRun:
         """For each piece the index of its slot in the run."""
         index = {slot.spec.name: i for i, slot in enumerate(self.run.layout.slots)}
         return tuple(index[piece.spec.name] for piece in self.pieces())
+
+    def check_granularity(self, granularity: int) -> None:
+        """Raise unless parameters start, and the master ends, at multiples of ``granularity``.
+
+        Raises:
+            EngineError: The model was laid out for another optimiser.
+        """
+        starts = [piece.shard_start for piece in self.pieces() if piece.param_start == 0]
+        if any(start % granularity for start in (*starts, self.master.numel())):
+            raise EngineError(
+                f"the optimiser works on blocks of {granularity} elements, which the layout cuts; "
+                f"build the model with CoreOptions(granularity={granularity})"
+            )
 
     def stored_pieces(self) -> tuple[Piece, ...]:
         """The pieces that this rank writes to a checkpoint: its shard at every stage."""

@@ -26,7 +26,16 @@ from ds_zero.layout import VECTOR_NUMEL, Piece
 from ds_zero.memory import flat_buffer
 from ds_zero.optim.base import OptimizedRun, StateRange, StateSource, StepGradients
 
-__all__ = ["FlatOptimizer", "Room", "Segment", "Stretch", "family_of", "scaled", "widened"]
+__all__ = [
+    "FlatOptimizer",
+    "Room",
+    "Segment",
+    "Stretch",
+    "family_of",
+    "granularity_of",
+    "scaled",
+    "widened",
+]
 
 
 class Stretch(NamedTuple):
@@ -148,6 +157,8 @@ class FlatOptimizer(torch.optim.Optimizer):
             collectives: Of the ranks that hold the other shards.
             state_dtype: Dtype of the states; by default that of the masters, and at least fp32.
         """
+        for run in runs:
+            run.check_granularity(self.granularity)
         self._runs = tuple(runs)
         self._collectives = collectives
         self._state_dtype = state_dtype
@@ -287,7 +298,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         state = self.state[param]
         missing = [kind for kind in self.state_kinds(group) if kind not in state]
         for kind in missing:
-            state[kind] = self.new_state(kind, param.numel(), param).view(param.shape)
+            flat = self.new_state(kind, param.numel(), param)
+            state[kind] = flat.view(self.shape_alone(kind, param))
         segment = Segment(0, param.numel(), int(state.get("step", 0)), bool(missing))
         assert param.grad is not None
         grad = param.grad.to_dense() if param.grad.is_sparse else param.grad
@@ -296,6 +308,10 @@ class FlatOptimizer(torch.optim.Optimizer):
         copied = grad.detach().clone(memory_format=torch.contiguous_format).view(-1)
         flat = param.detach().contiguous().view(-1)
         return segment, Stretch(flat, copied, states, None)
+
+    def shape_alone(self, kind: str, param: nn.Parameter) -> tuple[int, ...]:
+        """Shape of a state of a whole parameter."""
+        return tuple(param.shape)
 
     def finish_alone(self, param: nn.Parameter, stretch: Stretch) -> None:
         """Bring a stretch's values to its parameter and count the step."""
@@ -350,8 +366,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         stored = source.kinds(name)
         self._steps[name] = int(source.scalars(name).get("step", 0))
         master = self._run(room).master
+        dtype = torch.promote_types(master.dtype, torch.float32)
         for kind in self.stored_kinds(room):
-            values = torch.zeros(piece.numel, dtype=master.dtype, device=master.device)
+            values = torch.zeros(piece.numel, dtype=dtype, device=master.device)
             if kind in stored:
                 source.read(kind, name, piece.param_start, values)
             self.import_state(room, kind, piece.shard_start - room.start, values)
@@ -367,6 +384,11 @@ def family_of(optimizer: torch.optim.Optimizer | str) -> str:
         return optimizer.family
     name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__
     return name.removeprefix("Flat").lower().removesuffix("w")
+
+
+def granularity_of(optimizer: torch.optim.Optimizer | None) -> int:
+    """Elements of the blocks that the layout must not cut for ``optimizer``."""
+    return optimizer.granularity if isinstance(optimizer, FlatOptimizer) else 1
 
 
 def _rooms(index: int, run: OptimizedRun, granularity: int) -> Iterator[Room]:

@@ -15,6 +15,7 @@ from ds_comm.collectives import Collectives
 from ds_comm.errors import ConfigError
 from ds_zero.optim.adagrad import FlatAdagrad
 from ds_zero.optim.adam import FlatAdam
+from ds_zero.optim.adam8bit import Adam8bit
 from ds_zero.optim.adapter import OwnerAdapter, TorchAdapter
 from ds_zero.optim.base import OptimizedRun, ShardOptimizer
 from ds_zero.optim.flat import FlatOptimizer
@@ -46,6 +47,8 @@ NOT_YET = {"onebitadam": "AdamW", "zerooneadam": "AdamW", "onebitlamb": "Lamb"}
 FLAT: dict[str, type[FlatOptimizer]] = {
     "adam": FlatAdam,
     "adamw": FlatAdam,
+    "adam8bit": Adam8bit,
+    "adamw8bit": Adam8bit,
     "sgd": FlatSGD,
     "adagrad": FlatAdagrad,
     "lion": FlatLion,
@@ -126,11 +129,11 @@ def _build_flat(given: str, groups: Any, params: dict[str, Any]) -> torch.optim.
             params.pop(key, None)
     fp32_states = params.pop("fp32_optimizer_states", True)
     factory = FLAT[name]
-    if factory is FlatAdam:
+    if issubclass(factory, FlatAdam):
         decoupled = params.pop("adam_w_mode", name != "muadam")
-        params["adam_w_mode"] = decoupled or name in ("adamw", "muadamw")
+        params["adam_w_mode"] = decoupled or "adamw" in name
     if name in _MUP:
-        groups = mup_groups(groups, params, adam=factory is FlatAdam)
+        groups = mup_groups(groups, params, adam=issubclass(factory, FlatAdam))
         params.pop("decoupled_wd", None)
     built = _built(given, factory, groups, params)
     assert isinstance(built, FlatOptimizer)
@@ -192,7 +195,7 @@ def _torch_class(name: str) -> Callable[..., torch.optim.Optimizer]:
     }
     found = classes.get(name.lower())
     if found is None or found is torch.optim.Optimizer:
-        known = sorted({"Lamb", "Lion", "Muon"} | ELEMENT_WISE | WHOLE)
+        known = sorted({"Adam8bit", "Lamb", "Lion", "Muon"} | ELEMENT_WISE | WHOLE)
         hint = difflib.get_close_matches(name, known, n=1)
         raise ConfigError(
             f"optimizer.type {name!r} is unknown"
