@@ -215,3 +215,26 @@ class Native:
         chunk_bytes: int,
         /,
     ) -> _Group: ...
+    # kv_cache
+    def kv_cache_update_(
+        self,
+        query: Tensor | None,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slots: Tensor,
+        positions: Tensor | None,
+        cosine: Tensor | None,
+        sine: Tensor | None,
+        interleaved: bool,
+        /,
+    ) -> None: ...
+
+    # moe_routing
+    def top_k_gating(
+        self, weights: Tensor, experts: Tensor, logits: Tensor, normalize: bool, /
+    ) -> None: ...
+    def expert_rows(self, rows: Tensor, bounds: Tensor, experts: Tensor, /) -> None: ...
+    def moe_scatter(self, out: Tensor, x: Tensor, rows: Tensor, /) -> None: ...
+    def moe_combine(self, out: Tensor, x: Tensor, rows: Tensor, weights: Tensor, /) -> None: ...

@@ -16,6 +16,8 @@ OP_MODULES: tuple[str, ...] = (
     "block_sparse_attention",
     "evoformer_attention",
     "grouped_matmul",
+    "kv_cache",
+    "moe_routing",
     "paged_attention",
 )
 """Names of the modules here, in alphabetical order."""
