@@ -11,8 +11,9 @@ from torch.optim.adamw import adamw
 
 from ds_kernels.ops.adam import adam_
 from ds_zero.optim.checks import check_betas, check_not_negative
-from ds_zero.optim.flat import FlatOptimizer, Segment, Stretch, scaled, widened
+from ds_zero.optim.flat import FlatOptimizer
 from ds_zero.optim.kernels import kernel_serves
+from ds_zero.optim.rooms import Segment, Stretch, scaled, widened
 
 __all__ = ["FlatAdam", "adam_stretch"]
 

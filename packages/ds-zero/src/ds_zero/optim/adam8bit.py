@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ds_zero.memory import flat_buffer
 from ds_zero.optim.adam import FlatAdam, adam_stretch
-from ds_zero.optim.flat import Room, Segment, Stretch
+from ds_zero.optim.rooms import Room, Segment, Stretch
 
 __all__ = ["BLOCK_NUMEL", "Adam8bit", "pack_blocks", "unpack_blocks"]
 

@@ -17,8 +17,8 @@ from ds_comm.collectives import Collectives
 from ds_comm.errors import CheckpointError, EngineError
 from ds_zero.layout import ParamSpec, Piece
 from ds_zero.optim.base import OptimizedRun, StateRange, StateSource, StepGradients
-from ds_zero.optim.flat import scaled
 from ds_zero.optim.owners import OwnerExchange, Whole
+from ds_zero.optim.rooms import scaled
 
 __all__ = ["OwnerAdapter", "TorchAdapter"]
 

@@ -1,21 +1,10 @@
-"""Optimisers that run on long flat segments instead of one tensor per parameter.
-
-[Note: rooms]
-The part of a master that belongs to one parameter group is contiguous, since runs are ordered by
-group.  Such a *room* has the states that its group needs and no others.  In a step, neighbouring
-parameters of a room that have the same history are updated as one *stretch*.  A stretch ends on a
-whole vector, inside of the padding, which is zero and stays zero: no element is updated by a
-kernel's scalar tail, whose rounding may differ, so the result does not depend on where shards are
-cut.
-"""
+"""Optimisers that run on long flat segments instead of one tensor per parameter."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,60 +14,9 @@ from ds_comm.errors import EngineError
 from ds_zero.layout import VECTOR_NUMEL, Piece
 from ds_zero.memory import flat_buffer
 from ds_zero.optim.base import OptimizedRun, StateRange, StateSource, StepGradients
+from ds_zero.optim.rooms import Room, Segment, Stretch, make_rooms
 
-__all__ = [
-    "FlatOptimizer",
-    "Room",
-    "Segment",
-    "Stretch",
-    "family_of",
-    "granularity_of",
-    "scaled",
-    "widened",
-]
-
-
-class Stretch(NamedTuple):
-    """What one call of a kernel updates; all tensors are 1-D."""
-
-    param: Tensor
-    grad: Tensor
-    """Any float dtype; may be used as working space."""
-    states: Mapping[str, Tensor]
-    """By name; equally long, unless the optimiser says otherwise."""
-    copy: Tensor | None
-    """Where the updated values go too, in the compute dtype."""
-
-
-class Segment(NamedTuple):
-    """A stretch of a room, in elements of its master."""
-
-    start: int
-    stop: int
-    step: int
-    """Updates applied before this one."""
-    fresh: bool
-    """Whether no update has written the states yet."""
-
-
-@dataclass
-class Room:
-    """What one parameter group has of one master; see [Note: rooms]."""
-
-    run: int
-    """Index of the run."""
-    group: int
-    """Index of the parameter group."""
-    start: int
-    """First element, counted in the master."""
-    stop: int
-    """One past the last element; a whole number of vectors after ``start``."""
-    pieces: tuple[Piece, ...]
-    slots: tuple[int, ...]
-    """For each piece the index of its slot in the run."""
-    states: dict[str, Tensor] = field(default_factory=dict)
-    fresh: set[str] = field(default_factory=set)
-    """Parameters whose states hold nothing but their initial values."""
+__all__ = ["FlatOptimizer", "family_of", "granularity_of"]
 
 
 class FlatOptimizer(torch.optim.Optimizer):
@@ -101,7 +39,6 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._runs: tuple[OptimizedRun, ...] | None = None
         self._collectives: Collectives | None = None
         self._rooms: tuple[Room, ...] = ()
-        self._steps: dict[str, int] = {}
         self._pending: StepGradients | None = None
         self._state_dtype: torch.dtype | None = None
         self.fp32_optimizer_states = True
@@ -164,22 +101,20 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._state_dtype = state_dtype
         self.state.clear()
         self._rooms = tuple(
-            room for index, run in enumerate(runs) for room in _rooms(index, run, self.granularity)
+            room
+            for index, run in enumerate(runs)
+            for room in make_rooms(index, run, self.granularity)
         )
-        self._steps = {piece.spec.name: 0 for room in self._rooms for piece in room.pieces}
         for room in self._rooms:
             self._complete(room)
 
     def _complete(self, room: Room) -> None:
         """Give a room the states that its group needs now and that it has not."""
-        missing = [
-            k for k in self.state_kinds(self.param_groups[room.group]) if k not in room.states
-        ]
-        for kind in missing:
-            master = self._run(room).master
-            room.states[kind] = self.new_state(kind, room.stop - room.start, master)
+        kinds = self.state_kinds(self.param_groups[room.group])
+        missing = [kind for kind in kinds if kind not in room.states]
         if missing:
-            room.fresh = {piece.spec.name for piece in room.pieces}
+            numel, master = room.stop - room.start, self._run(room).master
+            room.add_states({kind: self.new_state(kind, numel, master) for kind in missing})
 
     def _run(self, room: Room) -> OptimizedRun:
         assert self._runs is not None
@@ -214,9 +149,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             self.apply(gradients)
         for room in self._rooms:
-            for name in self._used(room, gradients):
-                self._steps[name] += 1
-                room.fresh.discard(name)
+            if gradients.grads[room.run] is not None:
+                room.count(gradients.used[room.run])
         return None
 
     def apply(self, gradients: StepGradients) -> None:
@@ -232,44 +166,23 @@ class FlatOptimizer(torch.optim.Optimizer):
         if grad is None:
             return
         self._complete(room)
-        run = self._run(room)
-        for segment in self._segments(room, gradients.used[room.run]):
-            start, stop = segment.start, segment.stop
-            inside = start - room.start, stop - room.start
-            yield (
-                segment,
-                Stretch(
-                    run.master[start:stop],
-                    grad[start:stop],
-                    {kind: self.state_range(room.states, kind, *inside) for kind in room.states},
-                    run.copy[start:stop] if run.copy is not None else None,
-                ),
-            )
+        for segment in room.segments(gradients.used[room.run]):
+            start, stop, *_ = segment
+            part = room.parts.get((start, stop))
+            if part is None:
+                part = room.parts[start, stop] = self._cut(room, segment)
+            yield segment, Stretch(part.param, grad[start:stop], part.states, part.copy)
 
-    def _segments(self, room: Room, used: Sequence[bool]) -> Iterator[Segment]:
-        """Join neighbouring used pieces that have the same history."""
-        current: Segment | None = None
-        for piece, slot in zip(room.pieces, room.slots, strict=True):
-            stop = _round_up(piece.shard_start + piece.numel, self.granularity)
-            name = piece.spec.name
-            history = (self._steps[name], name in room.fresh) if used[slot] else None
-            if current is not None and history == current[2:]:
-                current = current._replace(stop=stop)
-                continue
-            if current is not None:
-                yield current
-            current = Segment(piece.shard_start, stop, *history) if history is not None else None
-        if current is not None:
-            yield current
-
-    @staticmethod
-    def _used(room: Room, gradients: StepGradients) -> Iterator[str]:
-        if gradients.grads[room.run] is None:
-            return
-        mask = gradients.used[room.run]
-        for piece, slot in zip(room.pieces, room.slots, strict=True):
-            if mask[slot]:
-                yield piece.spec.name
+    def _cut(self, room: Room, segment: Segment) -> Stretch:
+        """A stretch without its gradient."""
+        run, start, stop = self._run(room), segment.start, segment.stop
+        inside = start - room.start, stop - room.start
+        return Stretch(
+            run.master[start:stop],
+            run.master[:0],
+            {kind: self.state_range(room.states, kind, *inside) for kind in room.states},
+            run.copy[start:stop] if run.copy is not None else None,
+        )
 
     # ---- without an engine -------------------------------------------------------------------
 
@@ -327,8 +240,9 @@ class FlatOptimizer(torch.optim.Optimizer):
     def state_ranges(self) -> Iterator[StateRange]:
         """See :meth:`ds_zero.optim.base.ShardOptimizer.state_ranges`."""
         for room in self._rooms:
+            steps = {p.spec.name: step for p, step in zip(room.pieces, room.steps, strict=True)}
             for piece in self._run(room).stored_pieces():
-                if piece.spec.group == room.group and self._steps.get(piece.spec.name):
+                if steps.get(piece.spec.name):
                     begin = piece.shard_start - room.start
                     for kind in self.stored_kinds(room):
                         data = self.export_state(room, kind, begin, begin + piece.numel)
@@ -348,7 +262,12 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def scalars(self) -> dict[str, dict[str, float]]:
         """See :meth:`ds_zero.optim.base.ShardOptimizer.scalars`."""
-        return {name: {"step": step} for name, step in self._steps.items() if step}
+        return {
+            piece.spec.name: {"step": step}
+            for room in self._rooms
+            for piece, step in zip(room.pieces, room.steps, strict=True)
+            if step
+        }
 
     def state_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
         """See :meth:`ds_zero.optim.base.ShardOptimizer.state_shapes`."""
@@ -358,13 +277,15 @@ class FlatOptimizer(torch.optim.Optimizer):
         """See :meth:`ds_zero.optim.base.ShardOptimizer.load`."""
         for room in self._rooms:
             self._complete(room)
-            for piece in room.pieces:
+            for index, piece in enumerate(room.pieces):
+                name = piece.spec.name
+                room.steps[index] = int(source.scalars(name).get("step", 0))
+                room.fresh[index] = not source.kinds(name).issuperset(self.stored_kinds(room))
                 self._load_piece(room, piece, source)
 
     def _load_piece(self, room: Room, piece: Piece, source: StateSource) -> None:
         name = piece.spec.name
         stored = source.kinds(name)
-        self._steps[name] = int(source.scalars(name).get("step", 0))
         master = self._run(room).master
         dtype = torch.promote_types(master.dtype, torch.float32)
         for kind in self.stored_kinds(room):
@@ -372,10 +293,6 @@ class FlatOptimizer(torch.optim.Optimizer):
             if kind in stored:
                 source.read(kind, name, piece.param_start, values)
             self.import_state(room, kind, piece.shard_start - room.start, values)
-        if stored.issuperset(self.stored_kinds(room)):
-            room.fresh.discard(name)
-        else:
-            room.fresh.add(name)
 
 
 def family_of(optimizer: torch.optim.Optimizer | str) -> str:
@@ -389,47 +306,3 @@ def family_of(optimizer: torch.optim.Optimizer | str) -> str:
 def granularity_of(optimizer: torch.optim.Optimizer | None) -> int:
     """Elements of the blocks that the layout must not cut for ``optimizer``."""
     return optimizer.granularity if isinstance(optimizer, FlatOptimizer) else 1
-
-
-def _rooms(index: int, run: OptimizedRun, granularity: int) -> Iterator[Room]:
-    """Cut the master of run number ``index`` by parameter group."""
-    found: dict[int, tuple[list[Piece], list[int]]] = {}
-    for piece, slot in zip(run.pieces(), run.slots_of_pieces(), strict=True):
-        pieces, slots = found.setdefault(piece.spec.group, ([], []))
-        pieces.append(piece)
-        slots.append(slot)
-    for group, (pieces, slots) in found.items():
-        last = pieces[-1]
-        stop = _round_up(last.shard_start + last.numel, granularity)
-        yield Room(index, group, pieces[0].shard_start, stop, tuple(pieces), tuple(slots))
-
-
-def scaled(grad: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """``grad`` times ``scale`` in ``dtype``, in place where it has that dtype already."""
-    grad = grad.to(dtype)
-    return grad.mul_(scale) if scale != 1.0 else grad
-
-
-@contextmanager
-def widened(stretch: Stretch) -> Iterator[Stretch]:
-    """The stretch with parameters and states in one dtype of at least 32 bits.
-
-    What had to be copied for that is rounded back, once, when the context ends.
-    """
-    tensors = (stretch.param, *stretch.states.values())
-    wide = torch.float32
-    for tensor in tensors:
-        wide = torch.promote_types(wide, tensor.dtype)
-    if all(tensor.dtype == wide for tensor in tensors):
-        yield stretch
-        return
-    states = {kind: state.to(wide) for kind, state in stretch.states.items()}
-    copied = stretch._replace(param=stretch.param.to(wide), states=states)
-    yield copied
-    stretch.param.copy_(copied.param)
-    for kind, state in stretch.states.items():
-        state.copy_(states[kind])
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

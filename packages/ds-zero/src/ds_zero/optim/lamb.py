@@ -17,7 +17,8 @@ from ds_comm.errors import ConfigError
 from ds_zero.agreement import squared_norm
 from ds_zero.optim.base import StepGradients
 from ds_zero.optim.checks import check_betas, check_not_negative
-from ds_zero.optim.flat import FlatOptimizer, Room, Segment, Stretch, scaled
+from ds_zero.optim.flat import FlatOptimizer
+from ds_zero.optim.rooms import Room, Segment, Stretch, scaled, widened
 
 __all__ = ["FlatLamb"]
 
@@ -108,20 +109,21 @@ class FlatLamb(FlatOptimizer):
     def _direct(
         group: Mapping[str, Any], segment: Segment, stretch: Stretch, grad_scale: float
     ) -> Tensor:
-        """Update the moments; return the direction, in the gradient's place."""
-        mean, square = stretch.states["exp_avg"], stretch.states["exp_avg_sq"]
+        """Update the moments; return the direction, in the gradient's place where it fits."""
         beta1, beta2 = group["betas"]
         count = segment.step + 1
         correct1, correct2 = (
             (1 - beta1**count, 1 - beta2**count) if group["bias_correction"] else (1.0, 1.0)
         )
-        grad = scaled(stretch.grad, grad_scale, mean.dtype)
-        mean.lerp_(grad, 1 - beta1)
-        square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        root = torch.sqrt(square).div_(math.sqrt(correct2)).add_(group["eps"])
-        direction = torch.div(mean, root, out=grad).div_(correct1)
-        if group["weight_decay"]:
-            direction.add_(stretch.param, alpha=group["weight_decay"])
+        with widened(stretch) as wide:
+            mean, square = wide.states["exp_avg"], wide.states["exp_avg_sq"]
+            grad = scaled(wide.grad, grad_scale, mean.dtype)
+            mean.lerp_(grad, 1 - beta1)
+            square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+            root = torch.sqrt(square).div_(math.sqrt(correct2)).add_(group["eps"])
+            direction = torch.div(mean, root, out=grad).div_(correct1)
+            if group["weight_decay"]:
+                direction.add_(wide.param, alpha=group["weight_decay"])
         return direction
 
     def _sums(self, moves: list[_Move]) -> dict[str, tuple[float, float]]:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ds_zero.optim.checks import check_betas, check_not_negative
-from ds_zero.optim.flat import FlatOptimizer, Segment, Stretch, scaled, widened
+from ds_zero.optim.flat import FlatOptimizer
+from ds_zero.optim.rooms import Segment, Stretch, scaled, widened
 
 __all__ = ["FlatLion"]
 

@@ -18,8 +18,9 @@ from ds_zero.layout import ParamSpec
 from ds_zero.optim.adam import adam_stretch
 from ds_zero.optim.base import StepGradients
 from ds_zero.optim.checks import check_betas, check_not_negative
-from ds_zero.optim.flat import FlatOptimizer, Room, Stretch, scaled
+from ds_zero.optim.flat import FlatOptimizer
 from ds_zero.optim.owners import OwnerExchange, Whole
+from ds_zero.optim.rooms import Room, Stretch, scaled, widened
 
 __all__ = ["FlatMuon", "muon_groups", "orthogonalize"]
 
@@ -133,6 +134,8 @@ class FlatMuon(FlatOptimizer):
         """See :meth:`FlatOptimizer.update_alone`."""
         segment, stretch = self.stretch_alone(group, param)
         if group["use_muon"]:
+            wide = torch.promote_types(stretch.grad.dtype, torch.float32)
+            stretch = stretch._replace(grad=stretch.grad.to(wide))
             _blend(group, stretch, 1.0)
             direction = _direction(group, as_matrices(stretch.grad.view(param.shape)))
             _move(group, stretch, direction.reshape(-1))
@@ -176,13 +179,14 @@ def _complete_group(group: dict[str, Any]) -> None:
 
 def _blend(group: Mapping[str, Any], stretch: Stretch, grad_scale: float) -> None:
     """Update the momentum; leave the direction before orthogonalisation in the gradient."""
-    momentum = stretch.states["momentum_buffer"]
-    grad = stretch.grad.mul_(grad_scale) if grad_scale != 1.0 else stretch.grad
-    momentum.lerp_(grad.to(momentum.dtype), 1 - group["momentum"])
-    if group["nesterov"]:
-        grad.lerp_(momentum.to(grad.dtype), group["momentum"])
-    else:
-        grad.copy_(momentum)
+    with widened(stretch) as wide:
+        momentum = wide.states["momentum_buffer"]
+        grad = scaled(stretch.grad, grad_scale, stretch.grad.dtype)
+        momentum.lerp_(grad, 1 - group["momentum"])
+        if group["nesterov"]:
+            grad.lerp_(momentum, group["momentum"])
+        else:
+            grad.copy_(momentum)
 
 
 def _direction(group: Mapping[str, Any], matrices: Tensor) -> Tensor:
@@ -194,7 +198,8 @@ def _direction(group: Mapping[str, Any], matrices: Tensor) -> Tensor:
 
 def _move(group: Mapping[str, Any], stretch: Stretch, direction: Tensor) -> None:
     lr = float(group["lr"])
-    stretch.param.mul_(1 - lr * group["weight_decay"]).add_(direction, alpha=-lr)
+    with widened(stretch) as wide:
+        wide.param.mul_(1 - lr * group["weight_decay"]).add_(direction, alpha=-lr)
     if stretch.copy is not None:
         stretch.copy.copy_(stretch.param)
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ds_comm.errors import ConfigError
-from ds_zero.optim.flat import FlatOptimizer, Segment, Stretch, scaled, widened
+from ds_zero.optim.flat import FlatOptimizer
+from ds_zero.optim.rooms import Segment, Stretch, scaled, widened
 
 __all__ = ["FlatSGD"]
 
