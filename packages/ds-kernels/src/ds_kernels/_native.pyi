@@ -250,3 +250,32 @@ class Native:
         /,
     ) -> None: ...
     def last_rows(self, out: Tensor, hidden: Tensor, query_start: Tensor, /) -> None: ...
+    # quantize
+    def quantize_(
+        self,
+        values: Tensor,
+        scales: Tensor,
+        zero_points: Tensor | None,
+        x: Tensor,
+        error: Tensor | None,
+        code: int,
+        cols: int,
+        block_size: int,
+        outer: int,
+        middle: int,
+        power_of_two: bool,
+        seed: int | None,
+        error_decay: float,
+        /,
+    ) -> None: ...
+    def dequantize_(
+        self,
+        out: Tensor,
+        values: Tensor,
+        scales: Tensor,
+        zero_points: Tensor | None,
+        code: int,
+        cols: int,
+        block_size: int,
+        /,
+    ) -> None: ...

@@ -1,4 +1,4 @@
-"""Functional ops with gradients: one definition, three routes.
+"""Registered ops that are called like functions: functional ones with gradients, mutating ones.
 
 [Note: functional ops]
 `Functional` joins an op, its schema and its backward.  A call on plain tensors that needs no
@@ -20,7 +20,7 @@ from torch import Tensor
 from ds_kernels import library
 from ds_kernels.registry import Op
 
-__all__ = ["Functional", "column_partials", "gradients_of"]
+__all__ = ["Functional", "Mutating", "column_partials", "gradients_of"]
 
 
 class Functional:
@@ -66,6 +66,36 @@ class Functional:
                 if isinstance(argument, Tensor) and argument.requires_grad:
                     return self._apply(*arguments)
         return self._op.for_device(arguments[0].device.type)(*arguments)
+
+
+class Mutating:
+    """A registered op that writes into its arguments and returns nothing; it has no gradient."""
+
+    def __init__(self, op: Op[..., None], schema: str) -> None:
+        """Register the op.
+
+        Args:
+            op: Its implementations; the first argument is a tensor and decides the device.
+            schema: The signature without result, such as ``"(Tensor(a!) out, Tensor x)"``.
+        """
+
+        def implementation(*arguments: Any) -> None:
+            op.for_device(arguments[0].device.type)(*arguments)
+
+        library.define(f"{op.name}{schema} -> ()", implementation, _nothing)
+        self._op = op
+        self._registered = torch.ops.ds_kernels.__getattr__(op.name)
+
+    def __call__(self, *arguments: Any) -> None:
+        """Run the op; eager calls on plain tensors skip the dispatcher."""
+        if library.is_plain(*arguments):
+            self._op.for_device(arguments[0].device.type)(*arguments)
+        else:
+            self._registered(*arguments)
+
+
+def _nothing(*arguments: Any) -> None:
+    return None
 
 
 def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401

@@ -19,6 +19,7 @@ OP_MODULES: tuple[str, ...] = (
     "kv_cache",
     "moe_routing",
     "paged_attention",
+    "quantize",
     "ragged_gather",
 )
 """Names of the modules here, in alphabetical order."""
