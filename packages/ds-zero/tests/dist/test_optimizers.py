@@ -11,9 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ds_zero
+import ds_zero.optim
+from ds_comm.collectives import Call, RecordingCollectives, collectives_for
+from ds_comm.group import Group
 from ds_comm.testing.plugin import Ranks
+from ds_zero import CoreOptions, ZeroCore
 from ds_zero.config.optim import OptimizerSection
-from ds_zero.optim import optimizer_from_config
+from ds_zero.optim import StepGradients, attach_optimizer, optimizer_from_config
+from ds_zero.units import UnitRules
 
 STEPS = 6
 
@@ -164,3 +169,121 @@ def test_states_reshard(ranks: Ranks, tmp_path: Path, name: str) -> None:
                 if bits:
                     assert torch.equal(value, wanted[key]), key
                 torch.testing.assert_close(value, wanted[key], rtol=2e-5, atol=2e-5, msg=key)
+
+
+# ---- objects of DeepSpeed's classes --------------------------------------------------------------
+
+
+def _brought(kind: str, stage: int) -> tuple[dict[str, Tensor], bool]:
+    """Train with an object, or with a function that makes one; did its groups stay the same?"""
+    model = Model()
+    given = _groups(model)
+    optimizer: Any
+    if kind == "MuonWithAuxAdam":
+        matrices = [p for p in given[0]["params"] if p is not model.embed.weight]
+        others = [model.embed.weight, *given[1]["params"]]
+        groups = [
+            {"params": matrices, "use_muon": True, "lr": 0.02, "weight_decay": 0.1},
+            {"params": others, "use_muon": False, "lr": 1e-3},
+        ]
+        optimizer = ds_zero.optim.MuonWithAuxAdam(groups)
+    elif kind == "function":
+        optimizer = lambda params: ds_zero.optim.FusedAdam(params, lr=1e-3)  # noqa: E731
+    else:
+        make = vars(ds_zero.optim)[kind]
+        optimizer = make(given, lr=1e-3)
+    before = [] if kind == "function" else list(optimizer.param_groups)
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_clipping": 0.4,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 10},
+    }
+    engine, found, *_ = ds_zero.initialize(
+        model=model,
+        optimizer=optimizer,
+        model_parameters=given if kind == "function" else None,
+        config=config,
+    )
+    _steps(engine, 0, 4)
+    assert found is not None
+    same = all(a is b for a, b in zip(found.param_groups, before, strict=bool(before)))
+    state = engine.module_state_dict()
+    engine.destroy()
+    return state, same
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "FusedAdam",
+        "DeepSpeedCPUAdam",
+        "DeepSpeedCPUAdagrad",
+        "FusedLamb",
+        "FusedLion",
+        "DeepSpeedCPULion",
+        "MuonWithAuxAdam",
+        "function",
+    ],
+)
+def test_objects_that_the_user_brings(ranks: Ranks, kind: str) -> None:
+    """Groups stay the same objects; stages agree bit by bit; the parameters have moved."""
+    first: dict[str, Tensor] | None = None
+    for stage in (0, 3):
+        for state, same in ranks(2, _brought, kind, stage):
+            first = first or state
+            assert same and all(torch.equal(state[name], value) for name, value in first.items())
+    assert first is not None
+    start = Model().state_dict()
+    assert not torch.equal(first["up.weight"], start["up.weight"])
+    assert torch.equal(first["frozen.weight"], start["frozen.weight"])
+    assert torch.equal(first["unused.weight"], start["unused.weight"])
+
+
+# ---- what whole-parameter algorithms send --------------------------------------------------------
+
+
+def _sent(kind: str, stage: int) -> list[Call]:
+    """What an update of four matrices of 8 x 8 sends, by kind of call."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4))
+    log = RecordingCollectives(collectives_for(Group.world()))
+    params = list(model.parameters())
+    optimizer: torch.optim.Optimizer
+    if kind == "Muon":
+        optimizer = ds_zero.optim.MuonWithAuxAdam([{"params": params, "use_muon": True}])
+    elif kind == "Lamb":
+        optimizer = ds_zero.optim.FusedLamb(params)
+    else:
+        optimizer = torch.optim.Adafactor(params)
+    core = ZeroCore(
+        model, [params], log, CoreOptions(stage=stage, rules=UnitRules(persistence_numel=0))
+    )
+    core.optimizer = attach_optimizer(
+        optimizer, core.optimized_runs(), log, sharded=stage > 0, allow_untested=False
+    )
+    x = torch.randn(3, 8)
+    for layer in model:
+        x = layer(x)
+    x.sum().backward()
+    core.tracker.end_step()
+    log.calls.clear()
+    runs = core.gradients.all_runs()
+    core.optimizer.update(StepGradients([run.reduced for run in runs], [[True] for _ in runs], 1.0))
+    return log.calls
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_bytes_of_whole_parameter_updates(ranks: Ranks, stage: int) -> None:
+    """Two ranks own two matrices each; half of a matrix is 32 elements of 4 bytes."""
+    half = 32 * 4
+    for rank in range(2):
+        calls = ranks(2, _sent, "Muon", stage)[rank]
+        # In: my half of the other's two.  Out: the other's half of my two, or at stage 0 all of it.
+        wanted = [4 * half] if stage == 0 else [2 * half, 2 * half]
+        assert [(c.kind, c.sent_bytes) for c in calls] == [("all_to_all", n) for n in wanted]
+        calls = ranks(2, _sent, "Adafactor", stage)[rank]
+        wanted = [4 * half] if stage == 0 else [2 * half, 2 * half, 2 * half]
+        assert [(c.kind, c.sent_bytes) for c in calls] == [("all_to_all", n) for n in wanted]
+        # Two sums of squares in fp64 for each of four parameters.
+        calls = ranks(2, _sent, "Lamb", stage)[rank]
+        assert [(c.kind, c.sent_bytes) for c in calls] == [("exchange", 4 * 2 * 8)]

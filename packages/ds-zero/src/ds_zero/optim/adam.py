@@ -111,7 +111,7 @@ def _by_torch(
             [wide.states["exp_avg"]],
             [wide.states["exp_avg_sq"]],
             [],
-            [torch.tensor(count)],
+            [torch.full((), count, dtype=torch.float32, device=wide.param.device)],
             fused=True,
             amsgrad=False,
             beta1=group["betas"][0],

@@ -104,20 +104,20 @@ class Adam8bit(FlatAdam):
 
 
 @cache
-def _table(*, signed: bool) -> Tensor:
+def _table(device: torch.device, *, signed: bool) -> Tensor:
     """The 256 values of a code in ascending order, in [-1, 1] or [0, 1]."""
     values = [0.0, 1.0]
     for exponent in range(7):
         edges = torch.linspace(0.1, 1, 2 ** (exponent if signed else exponent + 1) + 1)
         means = 10.0 ** (exponent - 6) * (edges[:-1] + edges[1:]) / 2
         values += means.tolist() + ((-means).tolist() if signed else [])
-    return torch.tensor(sorted(values))
+    return torch.tensor(sorted(values), device=device)
 
 
 @cache
-def _bounds(*, signed: bool) -> Tensor:
+def _bounds(device: torch.device, *, signed: bool) -> Tensor:
     """Midpoints between neighbouring values."""
-    table = _table(signed=signed)
+    table = _table(device, signed=signed)
     return (table[1:] + table[:-1]) / 2
 
 
@@ -129,7 +129,7 @@ def unpack_blocks(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
         scales: ``[ceil(n / 256)]`` fp32.
         signed: Whether the values have a sign.
     """
-    values = _table(signed=signed).to(codes.device)[codes.int()]
+    values = _table(codes.device, signed=signed)[codes.int()]
     return values.mul_(scales.repeat_interleave(BLOCK_NUMEL)[: codes.numel()])
 
 
@@ -146,6 +146,6 @@ def pack_blocks(values: Tensor, codes: Tensor, scales: Tensor, *, signed: bool) 
     blocks = nn.functional.pad(values.float(), (0, missing)).view(-1, BLOCK_NUMEL)
     scales.copy_(blocks.gather(1, blocks.abs().argmax(dim=1, keepdim=True)).view(-1))
     safe = torch.where(scales != 0, scales, 1.0).unsqueeze(1)
-    bounds = _bounds(signed=signed).to(values.device)
+    bounds = _bounds(values.device, signed=signed)
     found = torch.bucketize(blocks / safe, bounds, out_int32=True)
     codes.copy_(found.view(-1)[: codes.numel()])
