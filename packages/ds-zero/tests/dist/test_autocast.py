@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from fp16 import full_masters
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -135,6 +136,42 @@ def test_equals_torch_autocast(ranks: Ranks, dtype: str, checkpointed: bool) -> 
     for stage in (1, 2):
         for value, other in zip(found[stage][0][1], found[0][0][1], strict=True):
             assert torch.equal(value, other)
+
+
+def _windows(stage: int, mode: str, length: int) -> list[Tensor]:
+    """Windows of ``length`` micro-steps with clipping."""
+    rank = torch.distributed.get_rank()
+    config = _config(stage, "bf16", gradient_accumulation_steps=length, gradient_clipping=0.1)
+    if mode == "bf16":
+        config = {**config, "torch_autocast": {"enabled": False}, "bf16": {"enabled": True}}
+    engine = ds_zero.initialize(model=Net(), config=config).engine
+    for step in range(4):
+        engine.backward(_loss(engine(_tokens(step)[rank]), _tokens(step)[rank]))
+        engine.step()
+    return list(full_masters(engine).values())
+
+
+@pytest.mark.parametrize(
+    ("mode", "length", "classes"),
+    [
+        ("bf16", 1, [(0,), (1, 2, 3)]),
+        ("bf16", 2, [(0, 1), (2, 3)]),
+        ("autocast", 1, [(0, 1, 2), (3,)]),
+        ("autocast", 2, [(0, 1), (2,), (3,)]),
+    ],
+)
+def test_which_stages_are_bit_identical(
+    ranks: Ranks, mode: str, length: int, classes: list[tuple[int, ...]]
+) -> None:
+    """Within a class every bit is the same, across them the rounding of the low dtype differs."""
+    found = {stage: ranks(2, _windows, stage, mode, length)[0] for stage in STAGES}
+    for members in classes:
+        for stage in members[1:]:
+            for value, other in zip(found[stage], found[members[0]], strict=True):
+                assert torch.equal(value, other)
+    for stage in STAGES:
+        for value, other in zip(found[stage], found[0], strict=True):
+            torch.testing.assert_close(value, other, rtol=1e-3, atol=1e-3)
 
 
 def _traffic(fp32_gradients: bool) -> list[tuple[str, str, int]]:
