@@ -36,8 +36,10 @@ def describe_params(
     wide = {id(p) for m in _batch_norms(model) for p in m.parameters(recurse=False)}
     compute_dtype = options.compute_dtype
     # See [Note: autocast]; frozen parameters have no fp32 master to come back to.
-    autocast = options.autocast if options.stage == 3 else None
+    autocast = options.autocast
     safe = lowered_params(model, autocast.safe_classes) if autocast is not None else set()
+    if options.stage < 3:
+        safe = set()
     sparse = _embeddings(model) if options.sparse_gradients else frozenset()
     group_of = {id(p): index for index, group in enumerate(groups) for p in group}
     specs: dict[int, ParamSpec] = {}

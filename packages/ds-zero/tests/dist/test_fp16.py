@@ -305,6 +305,20 @@ def _usage_errors() -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
+def _unscaled() -> None:
+    x = _inputs()[0].float()
+    engine = _engine(0, fp16={"enabled": False})
+    loss = _square(engine, x)
+    assert engine.scale(loss) is loss and engine.loss_scale == 1.0
+    engine.scale(loss).backward()
+    engine.step()
+    assert engine.was_step_applied()
+
+
+def test_without_scaling_the_loss_stays(ranks: Ranks) -> None:
+    ranks(1, _unscaled)
+
+
 def test_usage_errors(ranks: Ranks) -> None:
     """What hooks cannot scale is an error that names ``engine.scale``, and leaves no trace."""
     ranks(1, _usage_errors)

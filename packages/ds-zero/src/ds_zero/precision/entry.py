@@ -45,8 +45,9 @@ _USE_SCALE = "Call engine.backward(loss), or engine.scale(loss).backward()."
 class _Running:
     """What is known of the backward that runs in this process.
 
-    Autograd runs one outermost backward at a time, and it may pass through several engines, so
-    there is one of these in a process.
+    A backward may pass through several engines, and its hooks run in autograd's own threads, so
+    there is one of these in a process.  Two threads that run scaled backwards at the same time
+    would confuse it; their collectives could not be told apart either.
     """
 
     def __init__(self) -> None:
