@@ -100,8 +100,8 @@ class Chain:
 
     def __init__(self) -> None:
         seed = torch.Generator().manual_seed(1)
-        logits = 3 * torch.randn(VOCABULARY, VOCABULARY, VOCABULARY, generator=seed)
-        self.next = logits.softmax(dim=-1)
+        far, near = 2 * torch.randn(2, VOCABULARY, VOCABULARY, generator=seed)
+        self.next = (far[:, None] + near).softmax(dim=-1)
 
     def sample(self, rows: int, length: int, seed: int) -> Tensor:
         """Sequences ``[rows, length]``, the same for the same seed."""
@@ -183,13 +183,11 @@ def draw(results: list[dict[str, Any]], floor: float, path: Path) -> None:
     figure = Figure(figsize=(11, 4), dpi=100, layout="constrained")
     curves, gaps = figure.subplots(1, 2, width_ratios=(3, 2))
     base = smoothed(results[0]["losses"])
-    for result in results:
+    for index, result in enumerate(results):
         curve = smoothed(result["losses"])
-        curves.plot(curve, lw=1.2, label=result["mode"])
-        if result is results[0]:
-            gaps.axhline(0, lw=1.2)
-        else:
-            gaps.plot([a - b for a, b in zip(curve, base, strict=True)], lw=1.2)
+        style = {"lw": 1.2, "color": f"C{index}"}
+        curves.plot(curve, label=result["mode"], **style)
+        gaps.plot([a - b for a, b in zip(curve, base, strict=True)], **style)
     curves.axhline(floor, color="grey", ls="--", lw=1, label="entropy of the data")
     curves.set(xlabel="step", ylabel="loss, nats a token")
     gaps.set(xlabel="step", ylabel=f"distance from {results[0]['mode']}, nats")
