@@ -62,12 +62,12 @@ def compare(
     for index in range(rounds + 1):
         for key, function in contenders.items():
             synchronize()
-            start = time.perf_counter()
+            start = _clock()
             for _ in range(repeat):
                 function()
             synchronize()
             if index:
-                times[key].append((time.perf_counter() - start) / repeat)
+                times[key].append((_clock() - start) / repeat)
     first = next(iter(contenders))
     ratio = {
         key: statistics.median(a / b for a, b in zip(values, times[first], strict=True))
@@ -83,11 +83,19 @@ def compare(
     return result
 
 
+def _clock() -> float:
+    """Seconds of wall time, or with ``--cpu-time`` of this process's work."""
+    return time.process_time() if "--cpu-time" in sys.argv else time.perf_counter()
+
+
 DTYPES = (torch.float32, torch.bfloat16)
 """What the transformer ops are measured in."""
 
 SHAPES = ((256, 1024), (4096, 4096))
 """Rows and columns: in cache and out of it."""
+
+Outputs = Tensor | tuple[Tensor, ...]
+"""What a compared function returns."""
 
 
 def compare_both_ways(
@@ -95,8 +103,8 @@ def compare_both_ways(
     inputs: Sequence[Tensor],
     grad: Tensor,
     *,
-    ours: Callable[..., Tensor],
-    theirs: Mapping[str, tuple[Callable[..., Tensor], float]],
+    ours: Callable[..., Outputs],
+    theirs: Mapping[str, tuple[Callable[..., Outputs], float]],
     rounds: int = 15,
 ) -> list[Result]:
     """Compare a differentiable function forward, and forward with backward.
@@ -104,7 +112,7 @@ def compare_both_ways(
     Args:
         name: What is measured.
         inputs: Its arguments; every floating-point one gets a gradient.
-        grad: The gradient of the result.
+        grad: The gradient of the result, or of each result.
         ours: Our function.
         theirs: By name another function and the largest accepted (our time) / (its time).
         rounds: See :func:`compare`.
@@ -115,11 +123,16 @@ def compare_both_ways(
     leaves = [x.detach().clone().requires_grad_(x.dtype.is_floating_point) for x in inputs]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
 
-    def forward(function: Callable[..., Tensor]) -> Callable[[], object]:
+    def forward(function: Callable[..., Outputs]) -> Callable[[], object]:
         return lambda: function(*inputs)
 
-    def both(function: Callable[..., Tensor]) -> Callable[[], object]:
-        return lambda: torch.autograd.grad(function(*leaves), wanted, grad)
+    def both(function: Callable[..., Outputs]) -> Callable[[], object]:
+        def run() -> object:
+            result = function(*leaves)
+            outputs = (result,) if isinstance(result, Tensor) else result
+            return torch.autograd.grad(outputs, wanted, [grad] * len(outputs))
+
+        return run
 
     return [
         compare(
@@ -135,13 +148,13 @@ def compare_both_ways(
 
 def pin_malloc() -> None:
     """Keep freed blocks in the process, or page faults of large results hide the kernels."""
-    libc = ctypes.CDLL(None)
     if sys.platform == "linux":
-        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
-        libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+        libc = ctypes.CDLL(None)
+        assert libc.mallopt(_M_MMAP_MAX, 0) == 1
+        assert libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1) == 1
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 def _show(result: Result, first: str) -> None:
@@ -162,6 +175,9 @@ def main(name: str, measure: Callable[[], list[Result]]) -> None:
     """Command line of a benchmark file: run it, print, and with ``--json`` write the results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path, help="file to write the results to")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="CPU time instead of wall time, on a busy machine"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -177,6 +193,7 @@ def main(name: str, measure: Callable[[], list[Result]]) -> None:
             "benchmark": name,
             "torch": torch.__version__,
             "threads": arguments.threads,
+            "cpu_time": arguments.cpu_time,
             "load": load,
             "cpu_level": ds_kernels.cpu_level(),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",

@@ -4,7 +4,7 @@
 
 #include <cstddef>
 
-#include "cpu/convert.h"
+#include "cpu/lanes.h"
 #include "cpu/parallel.h"
 
 namespace ds::DS_ISA {
@@ -33,6 +33,12 @@ static inline void parallel_rows(int64_t rows, int64_t cols, int64_t grain, cons
     if (begin < end) f(begin, end);
   }
 #endif
+}
+
+// The element at `offset` of an array that may be absent.
+template <class T, class Void>
+static inline T* offset_or_null(Void* data, int64_t offset) {
+  return data == nullptr ? nullptr : static_cast<T*>(data) + offset;
 }
 
 // Where a block of results goes: straight into float memory, else into scratch for stage_out().
@@ -77,27 +83,6 @@ static inline const float* as_floats(const void* data, DType dtype, int64_t n, f
   else
     stage_in(data, dtype, 0, n, copy);
   return copy;
-}
-
-// Sum of f(x[i]) over four runs at once: one sum alone would wait for each addition.
-template <class F>
-static inline float sum_of(const float* x, int64_t n, const F& f) {
-  const int64_t quarter = n / 64 * 16;
-  const float* a = x + quarter;
-  const float* b = a + quarter;
-  const float* c = b + quarter;
-  float s0 = 0, s1 = 0, s2 = 0, s3 = 0;
-#pragma omp simd reduction(+ : s0, s1, s2, s3)
-  for (int64_t i = 0; i < quarter; ++i) {
-    s0 += f(x[i]);
-    s1 += f(a[i]);
-    s2 += f(b[i]);
-    s3 += f(c[i]);
-  }
-  float rest = 0;
-#pragma omp simd reduction(+ : rest)
-  for (int64_t i = 4 * quarter; i < n; ++i) rest += f(x[i]);
-  return ((s0 + s1) + (s2 + s3)) + rest;
 }
 
 // [Note: column sums]

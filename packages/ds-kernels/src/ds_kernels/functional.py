@@ -6,7 +6,8 @@ gradient runs the implementation; one that needs a gradient goes through an ``au
 over the implementation; everything else (``torch.compile``, tensor subclasses) goes through the
 registered op, which has the same ``save`` and ``backward``.  A backward is an op of its own, so a
 compiled graph holds it as one node.  It has no backward: differentiating twice is an error, never a
-silently missing term.
+silently missing term.  An implementation gives None for an output that was not asked for; torch has
+no optional outputs, so the registered op gives an empty tensor there.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from ds_kernels import library
 from ds_kernels.registry import Op
 
-__all__ = ["Functional", "Mutating", "column_partials", "gradients_of"]
+__all__ = ["Functional", "Mutating", "column_partials", "contiguous", "gradients_of"]
 
 
 class Functional:
@@ -49,7 +50,11 @@ class Functional:
         differentiate = backward or _refuse(op.name)
 
         def implementation(*arguments: Any) -> Any:  # noqa: ANN401
-            return op.for_device(arguments[0].device.type)(*arguments)
+            first = arguments[0]
+            output = op.for_device(first.device.type)(*arguments)
+            if isinstance(output, tuple):
+                return tuple(first.new_empty(0) if item is None else item for item in output)
+            return output
 
         library.define(f"{op.name}{schema}", implementation, fake)
         self._op = op
@@ -59,12 +64,16 @@ class Functional:
 
     def __call__(self, *arguments: Any) -> Any:  # noqa: ANN401
         """Run the op by the cheapest route that is right for these arguments."""
-        if not library.is_plain(*arguments):
+        if torch.compiler.is_compiling():
             return self._registered(*arguments)
-        if torch.is_grad_enabled():
-            for argument in arguments:
-                if isinstance(argument, Tensor) and argument.requires_grad:
-                    return self._apply(*arguments)
+        differentiable = False
+        for argument in arguments:
+            if isinstance(argument, Tensor):
+                if type(argument) not in library.PLAIN:
+                    return self._registered(*arguments)
+                differentiable = differentiable or argument.requires_grad
+        if differentiable and torch.is_grad_enabled():
+            return self._apply(*arguments)
         return self._op.for_device(arguments[0].device.type)(*arguments)
 
 
@@ -139,7 +148,7 @@ def gradients_of(
     tensors: Sequence[Tensor | None],
     grad: Tensor,
     wanted: Sequence[bool],
-) -> list[Tensor]:
+) -> list[Tensor | None]:
     """Gradients by autograd: what reference backwards are made of.
 
     Args:
@@ -149,7 +158,7 @@ def gradients_of(
         wanted: For each tensor whether its gradient is wanted.
 
     Returns:
-        A gradient for each wanted tensor in order, an empty tensor for each other.
+        A gradient for each wanted tensor in order, None for each other.
     """
     with torch.enable_grad():
         leaves = [
@@ -162,7 +171,7 @@ def gradients_of(
         ]
         found = iter(torch.autograd.grad(result, needed, grad))
     return [
-        next(found) if want and leaf is not None else grad.new_empty(0)
+        next(found) if want and leaf is not None else None
         for leaf, want in zip(leaves, wanted, strict=True)
     ]
 
@@ -182,3 +191,8 @@ def column_partials(x: Tensor, rows: int, per_part: int) -> Tensor | None:
         return None
     parts = min(max((rows + 15) // 16, 1), 512)
     return torch.empty(parts, per_part, dtype=torch.float32, device=x.device)
+
+
+def contiguous(tensor: Tensor | None) -> Tensor | None:
+    """The tensor itself if it is contiguous, else a copy; None for None."""
+    return None if tensor is None else tensor.contiguous()

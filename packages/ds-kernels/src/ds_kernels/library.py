@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["define", "define_autograd", "is_plain", "wants_grad"]
+__all__ = ["PLAIN", "define", "define_autograd", "is_plain", "wants_grad"]
 
 _LIBRARY = torch.library.Library("ds_kernels", "DEF")
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
+"""The types of tensor that an implementation may be given directly."""
 
 
 def define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -55,7 +56,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
     if torch.compiler.is_compiling():
         return False
     for tensor in tensors:
-        if type(tensor) not in _PLAIN and isinstance(tensor, Tensor):
+        if type(tensor) not in PLAIN and isinstance(tensor, Tensor):
             return False
     return True
 

@@ -67,6 +67,9 @@ class Suite:
         call: The public function with positional arguments, for gradients and compilation.
         differentiable: Indices of the arguments that get a gradient.
         others: Further ops that ``call`` uses, such as the backward one.
+        statistics: Indices from the end (-1 is the last) of outputs that only feed the backward,
+            such as a row's mean. They are few, so plain torch may be exact by luck: 4 ULP of
+            the largest value are let pass.
     """
 
     op: Op[Any, Any]
@@ -76,6 +79,7 @@ class Suite:
     call: Callable[..., Any] | None = None
     differentiable: tuple[int, ...] = ()
     others: tuple[Op[Any, Any], ...] = ()
+    statistics: tuple[int, ...] = ()
 
     @property
     def baseline(self) -> Callable[..., Any]:
@@ -119,7 +123,10 @@ def check_forward(suite: Suite, case: Case, backend: Backend) -> None:
     given = _mapped(arguments, lambda tensor: tensor.clone().to(device))
     actual = _outputs(suite, suite.op.on(backend), given)
     for index, outputs in enumerate(zip(actual, plain, exact, strict=True)):
-        assert_accurate(*outputs, what=f"{suite.op.name}[{case.name}] output {index} on {backend}")
+        what = f"{suite.op.name}[{case.name}] output {index} on {backend}"
+        assert_accurate(
+            *outputs, what=what, slack_ulp=4 if index - len(actual) in suite.statistics else 0
+        )
 
 
 def check_gradient(suite: Suite, case: Case, backend: Backend) -> None:
@@ -177,7 +184,9 @@ def check_compiled(suite: Suite, case: Case, backend: Backend = "cpu") -> None:
         torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True)
 
 
-def assert_accurate(actual: Tensor, plain: Tensor, exact: Tensor, *, what: str) -> None:
+def assert_accurate(
+    actual: Tensor, plain: Tensor, exact: Tensor, *, what: str, slack_ulp: float = 0
+) -> None:
     """Hold one output to the error rule; see [Note: error rule].
 
     Args:
@@ -185,6 +194,7 @@ def assert_accurate(actual: Tensor, plain: Tensor, exact: Tensor, *, what: str) 
         plain: What plain torch gave in the same dtypes; shape and dtype of ``actual``.
         exact: The float64 value.
         what: Begins the message.
+        slack_ulp: Allowed on top, in units of the last place of the largest value.
 
     Raises:
         AssertionError: The rule is broken.
@@ -203,7 +213,9 @@ def assert_accurate(actual: Tensor, plain: Tensor, exact: Tensor, *, what: str) 
     if truth.numel() == 0:
         return
     error, allowed = (got - truth).abs(), (base - truth).abs()
-    half_ulp = 0.5 * torch.finfo(plain.dtype).eps * truth.abs() + _smallest(plain.dtype)
+    eps = torch.finfo(plain.dtype).eps
+    half_ulp = 0.5 * eps * truth.abs() + _smallest(plain.dtype)
+    half_ulp = half_ulp + slack_ulp * eps * truth.abs().max()
     worst = (error - 2 * allowed.max() - half_ulp).max()
     assert worst <= 0, (
         f"{what}: error {error.max():.3e}, plain torch {allowed.max():.3e}, "

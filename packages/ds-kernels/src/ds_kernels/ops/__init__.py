@@ -17,10 +17,12 @@ OP_MODULES: tuple[str, ...] = (
     "evoformer_attention",
     "grouped_matmul",
     "kv_cache",
+    "layer_norm",
     "moe_routing",
     "paged_attention",
     "quantize",
     "ragged_gather",
+    "rms_norm",
 )
 """Names of the modules here, in alphabetical order."""
 

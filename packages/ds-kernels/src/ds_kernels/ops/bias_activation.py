@@ -80,12 +80,12 @@ def _native_forward(module: Native) -> Callable[[Tensor, Tensor | None, str], Te
 
 def _native_backward(
     module: Native,
-) -> Callable[[Tensor, Tensor, Tensor | None, str, bool], tuple[Tensor, Tensor]]:
+) -> Callable[[Tensor, Tensor, Tensor | None, str, bool], tuple[Tensor, Tensor | None]]:
     kernel = module.bias_activation_backward_
 
     def run(
         grad: Tensor, x: Tensor, bias: Tensor | None, activation: str, with_bias: bool, /
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         x = x.contiguous()
         bias = None if bias is None else bias.contiguous()
         grad_x = torch.empty_like(x)
@@ -97,7 +97,7 @@ def _native_backward(
         kernel(
             grad_x, grad_bias, partials, grad.contiguous(), x, bias, activation_index(activation)
         )
-        return grad_x, x.new_empty(0) if grad_bias is None else grad_bias
+        return grad_x, grad_bias
 
     return run
 

@@ -34,8 +34,8 @@ def bias_activation(x: Tensor, bias: Tensor | None, activation: str, /) -> Tenso
 
 def bias_activation_backward(
     grad: Tensor, x: Tensor, bias: Tensor | None, activation: str, with_bias: bool, /
-) -> tuple[Tensor, Tensor]:
-    """Gradients of ``x`` and ``bias``; the second is empty unless ``with_bias``."""
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of ``x`` and ``bias``; the second is None unless ``with_bias``."""
     grad_x, grad_bias = gradients_of(
         lambda a, b: bias_activation(a, b, activation), (x, bias), grad, (True, with_bias)
     )
