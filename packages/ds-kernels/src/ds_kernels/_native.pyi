@@ -109,6 +109,58 @@ class Native:
         /,
     ) -> None: ...
 
+    # layer_norm
+    def layer_norm_(
+        self,
+        out: Tensor,
+        sum: Tensor | None,
+        statistics: Tensor,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        /,
+    ) -> None: ...
+    def layer_norm_backward_(
+        self,
+        grad_s: Tensor,
+        grad_weight: Tensor | None,
+        grad_bias: Tensor | None,
+        partials: Tensor | None,
+        grad: Tensor,
+        grad_sum: Tensor | None,
+        s: Tensor,
+        weight: Tensor | None,
+        statistics: Tensor,
+        /,
+    ) -> None: ...
+
+    # rms_norm
+    def rms_norm_(
+        self,
+        out: Tensor,
+        sum: Tensor | None,
+        rstd: Tensor,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        eps: float,
+        /,
+    ) -> None: ...
+    def rms_norm_backward_(
+        self,
+        grad_s: Tensor,
+        grad_weight: Tensor | None,
+        partials: Tensor | None,
+        grad: Tensor,
+        grad_sum: Tensor | None,
+        s: Tensor,
+        weight: Tensor | None,
+        rstd: Tensor,
+        /,
+    ) -> None: ...
+
     # elementary
     def elementary_(self, function: int, out: Tensor, x: Tensor, /) -> None: ...
     def convert_(self, out: Tensor, x: Tensor, /) -> None: ...
@@ -277,54 +329,5 @@ class Native:
         code: int,
         cols: int,
         block_size: int,
-    # layer_norm
-    def layer_norm_(
-        self,
-        out: Tensor,
-        sum: Tensor | None,
-        statistics: Tensor,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        /,
-    ) -> None: ...
-    def layer_norm_backward_(
-        self,
-        grad_s: Tensor,
-        grad_weight: Tensor | None,
-        grad_bias: Tensor | None,
-        partials: Tensor | None,
-        grad: Tensor,
-        grad_sum: Tensor | None,
-        s: Tensor,
-        weight: Tensor | None,
-        statistics: Tensor,
-        /,
-    ) -> None: ...
-
-    # rms_norm
-    def rms_norm_(
-        self,
-        out: Tensor,
-        sum: Tensor | None,
-        rstd: Tensor,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        eps: float,
-        /,
-    ) -> None: ...
-    def rms_norm_backward_(
-        self,
-        grad_s: Tensor,
-        grad_weight: Tensor | None,
-        partials: Tensor | None,
-        grad: Tensor,
-        grad_sum: Tensor | None,
-        s: Tensor,
-        weight: Tensor | None,
-        rstd: Tensor,
         /,
     ) -> None: ...
