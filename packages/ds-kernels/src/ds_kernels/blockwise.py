@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ds_kernels.errors import KernelArgumentError
 
-__all__ = ["CODES", "Code", "Quantized", "code_index", "packed_bytes"]
+__all__ = ["CODES", "Code", "Quantized", "code_dtype", "code_index", "packed_bytes"]
 
 Code = Literal[
     "int8", "int4", "uint8", "uint4", "e4m3", "e5m2", "e3m2", "e2m3", "e2m1", "dynamic8",
@@ -51,6 +51,11 @@ def code_index(code: str) -> int:
         return _INDEX[code]
     except KeyError:
         raise KernelArgumentError(f"code: is {code!r}, allowed are {', '.join(CODES)}") from None
+
+
+def code_dtype(code: str) -> torch.dtype:
+    """Dtype of the values of a code."""
+    return _DTYPES.get(code, torch.uint8)
 
 
 def packed_bytes(code: str, numel: int) -> int:
@@ -129,8 +134,8 @@ class Quantized:
             raise KernelArgumentError(f"block_size: is {block_size}, it must be at least 1")
         cols = numel // rows
         blocks = (cols + block_size - 1) // block_size
-        dtype = _DTYPES.get(code, torch.uint8)
-        values = torch.empty(rows, packed_bytes(code, cols), dtype=dtype, device=device)
+        num_bytes = packed_bytes(code, cols)
+        values = torch.empty(rows, num_bytes, dtype=code_dtype(code), device=device)
         scales = torch.empty(rows, blocks, dtype=torch.float32, device=device)
         zero_points = torch.empty_like(scales) if code in ("uint8", "uint4") else None
         return Quantized(values, scales, zero_points, tuple(shape), code, block_size)

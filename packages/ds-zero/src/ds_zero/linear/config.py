@@ -7,17 +7,18 @@ from dataclasses import dataclass, field
 import torch
 
 from ds_comm.errors import ConfigError
+from ds_kernels.blockwise import Code
 
 __all__ = ["LoRAConfig", "QuantizationConfig"]
 
-_FORMATS: dict[tuple[int, int], str] = {
-    (8, 0): "int8",
-    (4, 0): "int4",
-    (8, 3): "fp8 e4m3",
-    (8, 2): "fp8 e5m2",
-    (6, 2): "fp6 e3m2",
-    (6, 3): "fp6 e2m3",
-    (4, 1): "fp4 e2m1",
+_FORMATS: dict[tuple[int, int], tuple[Code, str]] = {
+    (8, 0): ("int8", "int8"),
+    (4, 0): ("int4", "int4"),
+    (8, 3): ("e4m3", "fp8 e4m3"),
+    (8, 2): ("e5m2", "fp8 e5m2"),
+    (6, 2): ("e3m2", "fp6 e3m2"),
+    (6, 3): ("e2m3", "fp6 e2m3"),
+    (4, 1): ("e2m1", "fp4 e2m1"),
 }
 
 
@@ -94,7 +95,7 @@ class QuantizationConfig:
             ConfigError: There is no such format.
         """
         if (self.q_bits, self.mantissa_bits) not in _FORMATS:
-            known = "; ".join(f"{b}, {m}: {name}" for (b, m), name in _FORMATS.items())
+            known = "; ".join(f"{b}, {m}: {name}" for (b, m), (_, name) in _FORMATS.items())
             raise ConfigError(
                 f"no format of q_bits={self.q_bits} with mantissa_bits={self.mantissa_bits}; there "
                 f"are (bits, mantissa) {known}"
@@ -107,4 +108,9 @@ class QuantizationConfig:
     @property
     def format_name(self) -> str:
         """Name of the format, such as ``fp8 e4m3``."""
-        return _FORMATS[self.q_bits, self.mantissa_bits]
+        return _FORMATS[self.q_bits, self.mantissa_bits][1]
+
+    @property
+    def code(self) -> Code:
+        """Its name in ds-kernels."""
+        return _FORMATS[self.q_bits, self.mantissa_bits][0]
