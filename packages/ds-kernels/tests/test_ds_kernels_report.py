@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from ds_kernels import NativeStatus, native_status, report
@@ -27,3 +30,13 @@ def test_every_op_has_a_row_with_its_backends_and_reasons() -> None:
     assert ("cpu" in backends.split(", ")) is native_status().available
     assert "triton: the op has no such version" in reasons
     assert "cuda: " in reasons, "no GPU result of this source is recorded yet"
+
+
+def test_a_torch_that_does_not_import_is_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch is broken')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    rows = report.rows()
+    assert rows[0][0] == "ds-kernels"
+    assert rows[-1] == ("ds-kernels ops", "broken", "torch is broken")
