@@ -16,6 +16,7 @@ from ds_comm.collectives import (
     PairwiseCollectives,
     SharedCollectives,
     collectives_for,
+    connect_shared,
     shared,
 )
 from ds_comm.collectives.shared import _disagreement, _Offer, _timeout_s
@@ -55,24 +56,25 @@ def _native() -> bool:
     return native_status().available
 
 
-def _chosen() -> None:
-    group = Group.world()
-    served = collectives_for(group)
-    assert isinstance(served, SharedCollectives if _native() else PairwiseCollectives)
-    _works(served)
+def _by_default() -> None:
+    before = os.environ.pop("DS_COMM_SHM", None)
+    try:
+        served = collectives_for(Group.world())
+        assert isinstance(served, PairwiseCollectives)
+        _works(served)
+    finally:
+        if before is not None:
+            os.environ["DS_COMM_SHM"] = before
 
 
-def test_cpu_ranks_of_one_host_share_memory(ranks: Ranks) -> None:
-    """Wherever the native module is built."""
-    pytest.importorskip("ds_kernels")
-    ranks(2, _chosen)
+def test_shared_memory_must_be_asked_for(ranks: Ranks) -> None:
+    ranks(2, _by_default)
 
 
 def _switched_off(odd: int, value: str) -> list[str]:
     rank = dist.get_rank()
     before = os.environ.pop("DS_COMM_SHM", None)
-    if rank == odd or odd < 0:
-        os.environ["DS_COMM_SHM"] = value
+    os.environ["DS_COMM_SHM"] = value if rank == odd or odd < 0 else "1"
     try:
         with _Lines() as lines:
             for _ in range(2):
@@ -97,8 +99,8 @@ def test_the_switch_of_any_rank_counts_for_all(ranks: Ranks, odd: int) -> None:
         assert f"DS_COMM_SHM=0 (rank {max(odd, 0)})" in lines[0][0]
 
 
-def test_other_values_leave_it_on(ranks: Ranks) -> None:
-    """Only 0 turns it off."""
+def test_cpu_ranks_of_one_host_share_memory(ranks: Ranks) -> None:
+    """Where the native module is built and every rank asks for it."""
     pytest.importorskip("ds_kernels")
     if _native():
         assert ranks(2, _switched_off, -1, "1") == [[], []]
@@ -114,9 +116,7 @@ def _broken(what: str) -> list[str]:
         shared._open = lambda *_: (None, "no such thing (rank 1)")  # type: ignore[assignment]
     try:
         with _Lines() as lines:
-            served = collectives_for(Group.world())
-            assert isinstance(served, PairwiseCollectives)
-            _works(served)
+            assert connect_shared(Group.world()) is None
         return lines
     finally:
         shared._host_key, shared._open = kept

@@ -127,17 +127,23 @@ class _Offer:
     """Why this rank cannot share memory; empty if it can."""
 
 
-def connect_shared(group: Group) -> SharedCollectives | None:
+def shared_memory_wanted() -> bool:
+    """Whether the environment of this process asks for shared memory (``DS_COMM_SHM=1``)."""
+    return os.environ.get(_SWITCH, "").strip() == "1"
+
+
+def connect_shared(group: Group, *, wanted: bool = True) -> SharedCollectives | None:
     """Connect the ranks of ``group`` through shared memory.  Collective; all get the same answer.
 
     Args:
         group: At least two ranks, with a handle that moves CPU objects.
+        wanted: Whether this rank asks for it; all must.
 
     Returns:
-        None where ranks cannot share memory: the reason is logged once.  ``DS_COMM_SHM=0`` turns
-        it off.
+        None where ranks cannot share memory, or not all ask for it: the reason is logged once.
+        ``DS_COMM_SHM=0`` of any rank turns it off.
     """
-    problem = _obstacle()
+    problem = _obstacle() or ("" if wanted else f"{_SWITCH} is not 1")
     segment: SharedSegment | None = None
     if not problem:
         from ds_kernels.shm import SharedSegment
@@ -149,7 +155,8 @@ def connect_shared(group: Group) -> SharedCollectives | None:
     offers = gather_objects(_Offer(_host_key(), segment.address if segment else "", problem), group)
     problem = _disagreement(offers, group)
     if problem or segment is None:
-        log_once(_LOGGER, "info", "ranks talk over gloo, not through shared memory: %s", problem)
+        level = "info" if wanted else "debug"
+        log_once(_LOGGER, level, "ranks talk over gloo, not through shared memory: %s", problem)
         return None
     shared, problem = _open(segment, [offer.address for offer in offers], group)
     # Ranks close nothing before all have connected, and agree on the outcome.
