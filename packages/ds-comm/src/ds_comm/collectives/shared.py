@@ -155,8 +155,13 @@ def connect_shared(group: Group, *, wanted: bool = True) -> SharedCollectives | 
     offers = gather_objects(_Offer(_host_key(), segment.address if segment else "", problem), group)
     problem = _disagreement(offers, group)
     if problem or segment is None:
-        level = "info" if wanted else "debug"
-        log_once(_LOGGER, level, "ranks talk over gloo, not through shared memory: %s", problem)
+        spoken = wanted or _SWITCH in os.environ
+        log_once(
+            _LOGGER,
+            "info" if spoken else "debug",
+            "ranks talk over gloo, not through shared memory: %s",
+            problem,
+        )
         return None
     shared, problem = _open(segment, [offer.address for offer in offers], group)
     # Ranks close nothing before all have connected, and agree on the outcome.
