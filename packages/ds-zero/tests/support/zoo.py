@@ -480,6 +480,9 @@ class Compiled(Stack):
 
     def __init__(self) -> None:
         super().__init__()
+        # Dynamo counts the graphs of a code object over the whole process, and a pool's ranks
+        # run many tests: what others compiled must not use up the limit.
+        torch._dynamo.reset()
         for block in self.blocks:
             block.forward = torch.compile(  # type: ignore[method-assign]
                 block.forward, backend="aot_eager", fullgraph=True
