@@ -57,7 +57,7 @@ class Functional:
             return output
 
         library.define(f"{op.name}{schema}", implementation, fake)
-        self._op = op
+        self.op = op
         self._registered = torch.ops.ds_kernels.__getattr__(op.name)
         library.define_autograd(op.name, differentiate, keep)
         self._apply = _function(op, keep, differentiate)
@@ -74,7 +74,7 @@ class Functional:
                 differentiable = differentiable or argument.requires_grad
         if differentiable and torch.is_grad_enabled():
             return self._apply(*arguments)
-        return self._op.for_device(arguments[0].device.type)(*arguments)
+        return self.op.for_device(arguments[0].device.type)(*arguments)
 
 
 class Mutating:
@@ -84,23 +84,29 @@ class Mutating:
         """Register the op.
 
         Args:
-            op: Its implementations; the first argument is a tensor and decides the device.
+            op: Its implementations; the first argument is a tensor and decides the device; where it
+                is None, the second does.
             schema: The signature without result, such as ``"(Tensor(a!) out, Tensor x)"``.
         """
 
         def implementation(*arguments: Any) -> None:
-            op.for_device(arguments[0].device.type)(*arguments)
+            op.for_device(_first(arguments).device.type)(*arguments)
 
         library.define(f"{op.name}{schema} -> ()", implementation, _nothing)
-        self._op = op
+        self.op = op
         self._registered = torch.ops.ds_kernels.__getattr__(op.name)
 
     def __call__(self, *arguments: Any) -> None:
         """Run the op; eager calls on plain tensors skip the dispatcher."""
         if library.is_plain(*arguments):
-            self._op.for_device(arguments[0].device.type)(*arguments)
+            self.op.for_device(_first(arguments).device.type)(*arguments)
         else:
             self._registered(*arguments)
+
+
+def _first(arguments: tuple[Any, ...]) -> Tensor:
+    first: Tensor = arguments[0] if arguments[0] is not None else arguments[1]
+    return first
 
 
 def _nothing(*arguments: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["PLAIN", "define", "define_autograd", "is_plain", "wants_grad"]
+__all__ = ["PLAIN", "define", "define_autograd", "is_plain"]
 
 _LIBRARY = torch.library.Library("ds_kernels", "DEF")
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -59,13 +59,3 @@ def is_plain(*tensors: Tensor | None) -> bool:
         if type(tensor) not in PLAIN and isinstance(tensor, Tensor):
             return False
     return True
-
-
-def wants_grad(*tensors: Tensor | None) -> bool:
-    """Whether a gradient must be recorded for a call on these tensors."""
-    if not torch.is_grad_enabled():
-        return False
-    for tensor in tensors:
-        if tensor is not None and tensor.requires_grad:
-            return True
-    return False

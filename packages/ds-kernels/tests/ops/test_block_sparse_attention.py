@@ -78,21 +78,21 @@ CASES = (
     _case("empty-length", length=0),
 )
 SUITE = Suite(
-    module._FORWARD,
+    module._FORWARD.op,
     CASES,
     call=lambda *a: block_sparse_attention(*a[:5], scale=a[5], causal=a[6], key_bias=a[7]),
     differentiable=(0, 1, 2),
-    others=(module._BACKWARD,),
+    others=(module._BACKWARD.op,),
 )
 
 
-@pytest.mark.parametrize("backend", backends(module._FORWARD))
+@pytest.mark.parametrize("backend", backends(module._FORWARD.op))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_forward(case: Case, backend: Backend) -> None:
     check_forward(SUITE, case, backend)
 
 
-@pytest.mark.parametrize("backend", backends(module._FORWARD))
+@pytest.mark.parametrize("backend", backends(module._FORWARD.op))
 @pytest.mark.parametrize(
     "case",
     [case for case in CASES if not case.name.startswith(("nothing", "empty"))],
@@ -102,7 +102,7 @@ def test_gradient(case: Case, backend: Backend) -> None:
     check_gradient(SUITE, case, backend)
 
 
-@pytest.mark.parametrize("backend", backends(module._FORWARD))
+@pytest.mark.parametrize("backend", backends(module._FORWARD.op))
 def test_zero_stride_gradient(backend: Backend) -> None:
     check_zero_stride_gradient(SUITE, CASES[0], backend)
 
@@ -137,11 +137,11 @@ def test_equals_sdpa_with_the_expanded_mask() -> None:
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", backends(module._FORWARD))
+@pytest.mark.parametrize("backend", backends(module._FORWARD.op))
 def test_queries_that_see_nothing_give_zeros(backend: Backend) -> None:
     arguments = CASES[13].arguments()
     leaves = [t.requires_grad_() for t in arguments[:3]]
-    with module._FORWARD.forced(backend), module._BACKWARD.forced(backend):
+    with module._FORWARD.op.forced(backend), module._BACKWARD.op.forced(backend):
         out = block_sparse_attention(*arguments[:5])
         out.sum().backward()
     assert not out.any()
@@ -179,4 +179,4 @@ def test_bad_arguments_are_named(change: dict[int, Any], message: str) -> None:
     for index, function in change.items():
         arguments[index] = function(arguments[index])
     with pytest.raises(KernelArgumentError, match=message):
-        module._FORWARD.on("cpu")(*arguments)
+        module._FORWARD.op.on("cpu")(*arguments)

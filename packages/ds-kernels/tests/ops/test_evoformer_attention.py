@@ -63,7 +63,7 @@ CASES = (
 )
 WITHOUT_MASK = (_case("pair-only", mask=None),)
 WITHOUT_PAIR = (_case("mask-only", pair=None),)
-OTHERS = (module._BACKWARD,)
+OTHERS = (module._BACKWARD.op,)
 
 
 def _eager(
@@ -84,7 +84,7 @@ def _eager(
 
 def _suite(*differentiable: int, plain: Any = None) -> Suite:
     return Suite(
-        module._FORWARD,
+        module._FORWARD.op,
         CASES,
         plain=plain,
         call=lambda *a: evoformer_attention(*a[:5], scale=a[5]),
@@ -93,13 +93,13 @@ def _suite(*differentiable: int, plain: Any = None) -> Suite:
     )
 
 
-@pytest.mark.parametrize("backend", backends(module._FORWARD))
+@pytest.mark.parametrize("backend", backends(module._FORWARD.op))
 @pytest.mark.parametrize("case", (*CASES, *WITHOUT_MASK, *WITHOUT_PAIR), ids=lambda case: case.name)
 def test_forward(case: Case, backend: Backend) -> None:
     check_forward(_suite(), case, backend)
 
 
-@pytest.mark.parametrize("backend", backends(module._FORWARD))
+@pytest.mark.parametrize("backend", backends(module._FORWARD.op))
 @pytest.mark.parametrize(
     ("case", "differentiable"),
     [
@@ -123,7 +123,7 @@ def test_gradient(
     check_gradient(suite, case, backend)
 
 
-@pytest.mark.parametrize("backend", backends(module._FORWARD))
+@pytest.mark.parametrize("backend", backends(module._FORWARD.op))
 def test_zero_stride_gradient(backend: Backend) -> None:
     check_zero_stride_gradient(_suite(0, 1, 2, 3, 4), CASES[0], backend)
 
@@ -167,11 +167,11 @@ def test_a_masked_key_is_not_seen() -> None:
     assert torch.equal(evoformer_attention(*tensors), clean)
 
 
-@pytest.mark.parametrize("backend", backends(module._FORWARD))
+@pytest.mark.parametrize("backend", backends(module._FORWARD.op))
 def test_rows_that_see_nothing_give_zeros(backend: Backend) -> None:
     *tensors, scale = CASES[0].arguments()
     tensors[3][0, 1] = float("-inf")
-    with module._FORWARD.forced(backend), module._BACKWARD.forced(backend):
+    with module._FORWARD.op.forced(backend), module._BACKWARD.op.forced(backend):
         leaves = [tensor.requires_grad_() for tensor in tensors[:3]]
         out = evoformer_attention(*leaves, *tensors[3:])
         out.sum().backward()
@@ -197,4 +197,4 @@ def test_bad_arguments_are_named(index: int, change: Any, message: str) -> None:
     arguments = list(CASES[0].arguments())
     arguments[index] = change(arguments[index])
     with pytest.raises(KernelArgumentError, match=message):
-        module._FORWARD.on("cpu")(*arguments)
+        module._FORWARD.op.on("cpu")(*arguments)

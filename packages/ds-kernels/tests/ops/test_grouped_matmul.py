@@ -62,21 +62,21 @@ CASES = (
     _case("no-depth", [3, 2], 0, 4),
 )
 SUITE = Suite(
-    module._FORWARD,
+    module._FORWARD.op,
     CASES,
     call=lambda x, w, b, t: grouped_matmul(x, w, b, transposed=t),
     differentiable=(0, 1),
-    others=(module._WEIGHT,),
+    others=(module._WEIGHT.op,),
 )
 
 
-@pytest.mark.parametrize("backend", backends(module._FORWARD))
+@pytest.mark.parametrize("backend", backends(module._FORWARD.op))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_forward(case: Case, backend: Backend) -> None:
     check_forward(SUITE, case, backend)
 
 
-@pytest.mark.parametrize("backend", backends(module._FORWARD))
+@pytest.mark.parametrize("backend", backends(module._FORWARD.op))
 @pytest.mark.parametrize(
     "case", [c for c in CASES if c.name != "no-groups"], ids=lambda case: case.name
 )
@@ -84,7 +84,7 @@ def test_gradient(case: Case, backend: Backend) -> None:
     check_gradient(SUITE, case, backend)
 
 
-@pytest.mark.parametrize("backend", backends(module._FORWARD))
+@pytest.mark.parametrize("backend", backends(module._FORWARD.op))
 @pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.name)
 def test_zero_stride_gradient(case: Case, backend: Backend) -> None:
     check_zero_stride_gradient(SUITE, case, backend)
@@ -140,4 +140,4 @@ def test_bad_arguments_are_named(index: int, change: Any, message: str) -> None:
     arguments = list(CASES[0].arguments())
     arguments[index] = change(arguments[index])
     with pytest.raises(KernelArgumentError, match=message):
-        module._FORWARD.on("cpu")(*arguments)
+        module._FORWARD.op.on("cpu")(*arguments)

@@ -77,14 +77,14 @@ CASES = (
     _case("no-tokens", 0),
 )
 SUITE = Suite(
-    module._UPDATE,
+    module._UPDATE.op,
     CASES,
     mutates=(0, 3, 4),
     call=lambda *a: torch.ops.ds_kernels.kv_cache_update_(*a),
 )
 
 
-@pytest.mark.parametrize("backend", backends(module._UPDATE))
+@pytest.mark.parametrize("backend", backends(module._UPDATE.op))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_forward(case: Case, backend: Backend) -> None:
     check_forward(SUITE, case, backend)
@@ -141,7 +141,7 @@ def test_bad_arguments_are_named(index: int, change: Any, message: str) -> None:
     arguments = list(CASES[0].arguments())
     arguments[index] = change(arguments[index])
     with pytest.raises(KernelArgumentError, match=message):
-        module._UPDATE.on("cpu")(*arguments)
+        module._UPDATE.op.on("cpu")(*arguments)
 
 
 @needs_native
@@ -149,4 +149,4 @@ def test_overlap_is_named() -> None:
     arguments = list(CASES[0].arguments())
     arguments[4] = arguments[3]
     with pytest.raises(KernelArgumentError, match="key_cache"):
-        module._UPDATE.on("cpu")(*arguments)
+        module._UPDATE.op.on("cpu")(*arguments)

@@ -47,7 +47,7 @@ def _moves(dtype: torch.dtype, width: int, dropped: bool) -> list[Any]:
 
 
 GATING = Suite(
-    module._GATING,
+    module._GATING.op,
     (
         _logits("top-2", 50, 8, 2),
         _logits("top-1", 50, 8, 1, False),
@@ -60,7 +60,7 @@ GATING = Suite(
     call=lambda *a: torch.ops.ds_kernels.top_k_gating(*a),
 )
 ROWS = Suite(
-    module._ROWS,
+    module._ROWS.op,
     (
         _experts("plain", 40, 8, 2),
         _experts("dropped", 40, 8, 2, True),
@@ -77,29 +77,29 @@ MOVES = [
 ]
 
 
-@pytest.mark.parametrize("backend", backends(module._GATING))
+@pytest.mark.parametrize("backend", backends(module._GATING.op))
 @pytest.mark.parametrize("case", GATING.cases, ids=lambda case: case.name)
 def test_gating(case: Case, backend: Backend) -> None:
     """bf16 ties are broken alike, so experts are equal everywhere."""
     check_forward(GATING, case, backend)
 
 
-@pytest.mark.parametrize("backend", backends(module._ROWS))
+@pytest.mark.parametrize("backend", backends(module._ROWS.op))
 @pytest.mark.parametrize("case", ROWS.cases, ids=lambda case: case.name)
 def test_rows(case: Case, backend: Backend) -> None:
     check_forward(ROWS, case, backend)
 
 
-@pytest.mark.parametrize("backend", backends(module._SCATTER))
+@pytest.mark.parametrize("backend", backends(module._SCATTER.op))
 @pytest.mark.parametrize(("dtype", "width", "dropped"), MOVES)
 def test_scatter_and_combine(
     dtype: torch.dtype, width: int, dropped: bool, backend: Backend
 ) -> None:
     x, rows, total, weights = _moves(dtype, width, dropped)
-    scatter = Suite(module._SCATTER, (), call=moe_scatter)
+    scatter = Suite(module._SCATTER.op, (), call=moe_scatter)
     check_forward(scatter, Case("scatter", lambda _: (x, rows, total)), backend)
     sorted_x = module.reference.moe_scatter(x, rows, total)
-    combine = Suite(module._COMBINE, (), call=moe_combine)
+    combine = Suite(module._COMBINE.op, (), call=moe_combine)
     check_forward(combine, Case("combine", lambda _: (sorted_x, rows, weights)), backend)
 
 
@@ -111,11 +111,11 @@ def test_compiles(suite: Suite) -> None:
 def test_moves_compile() -> None:
     x, rows, total, weights = _moves(torch.float32, 33, True)
     check_compiled(
-        Suite(module._SCATTER, (), call=moe_scatter), Case("", lambda _: (x, rows, total))
+        Suite(module._SCATTER.op, (), call=moe_scatter), Case("", lambda _: (x, rows, total))
     )
     out = moe_scatter(x, rows, total)
     check_compiled(
-        Suite(module._COMBINE, (), call=moe_combine), Case("", lambda _: (out, rows, weights))
+        Suite(module._COMBINE.op, (), call=moe_combine), Case("", lambda _: (out, rows, weights))
     )
 
 
@@ -142,9 +142,9 @@ def test_the_ops_together_are_a_dense_mixture() -> None:
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", backends(module._GATING))
+@pytest.mark.parametrize("backend", backends(module._GATING.op))
 def test_ties_nan_and_infinity(backend: Backend) -> None:
-    run = module._GATING.on(backend)
+    run = module._GATING.op.on(backend)
     logits = torch.tensor([[1.0, 2, 2, 0], [0, 0, 0, 0], [0, float("inf"), 0, 0]])
     logits[2, 1] = 1e30
     weights, experts = run(logits, 2, True)
@@ -154,12 +154,12 @@ def test_ties_nan_and_infinity(backend: Backend) -> None:
     assert experts[0, 0] == 1 and weights.isnan().all()
 
 
-@pytest.mark.parametrize("backend", backends(module._COMBINE))
+@pytest.mark.parametrize("backend", backends(module._COMBINE.op))
 def test_rows_that_nobody_names_do_not_matter(backend: Backend) -> None:
     x = torch.full((2, 3), float("nan"))
     x[1] = 1
     rows = torch.tensor([[1, -1]])
-    out = module._COMBINE.on(backend)(x, rows, torch.tensor([[2.0, 5.0]]))
+    out = module._COMBINE.op.on(backend)(x, rows, torch.tensor([[2.0, 5.0]]))
     assert out.tolist() == [[2, 2, 2]]
 
 

@@ -87,10 +87,10 @@ CASES = (
     _case("nothing", []),
     _case("no-queries", [(0, 5), (0, 0)]),
 )
-SUITE = Suite(module._PAGED, CASES, call=lambda *a: torch.ops.ds_kernels.paged_attention(*a))
+SUITE = Suite(module._PAGED.op, CASES, call=lambda *a: torch.ops.ds_kernels.paged_attention(*a))
 
 
-@pytest.mark.parametrize("backend", backends(module._PAGED))
+@pytest.mark.parametrize("backend", backends(module._PAGED.op))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_forward(case: Case, backend: Backend) -> None:
     check_forward(SUITE, case, backend)

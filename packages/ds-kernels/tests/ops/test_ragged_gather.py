@@ -39,7 +39,7 @@ def _last(name: str, sizes: list[int], width: int, dtype: torch.dtype = torch.fl
 
 
 EMBEDDING = Suite(
-    module._EMBEDDING,
+    module._EMBEDDING.op,
     (
         _embedding("plain", 30, 33, places=False),
         _embedding("positions", 30, 33, places=True),
@@ -52,7 +52,7 @@ EMBEDDING = Suite(
     call=lambda *a: torch.ops.ds_kernels.ragged_embedding(*a),
 )
 LAST = Suite(
-    module._LAST,
+    module._LAST.op,
     (
         _last("ragged", [3, 1, 0, 7], 33),
         _last("bf16", [3, 1, 0, 7], 33, torch.bfloat16),
@@ -63,7 +63,7 @@ LAST = Suite(
 )
 
 
-@pytest.mark.parametrize("backend", backends(module._EMBEDDING))
+@pytest.mark.parametrize("backend", backends(module._EMBEDDING.op))
 @pytest.mark.parametrize(
     ("suite", "case"),
     [(suite, case) for suite in (EMBEDDING, LAST) for case in suite.cases],
@@ -110,7 +110,7 @@ def test_bad_embedding_arguments_are_named(index: int, change: Any, message: str
     arguments = list(EMBEDDING.cases[1].arguments())
     arguments[index] = change(arguments[index])
     with pytest.raises(KernelArgumentError, match=message):
-        module._EMBEDDING.on("cpu")(*arguments)
+        module._EMBEDDING.op.on("cpu")(*arguments)
 
 
 @needs_native

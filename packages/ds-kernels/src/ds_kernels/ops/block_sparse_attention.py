@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ds_kernels import library
+from ds_kernels.functional import Functional
 from ds_kernels.reference import block_sparse_attention as reference
 from ds_kernels.registry import Op
 
@@ -54,15 +54,54 @@ def _backward_native(module: Native) -> _Backward:
     return call
 
 
-_FORWARD = Op(
-    "block_sparse_attention", reference.block_sparse_attention, native=_forward_native, cuda=True
+def _fake(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+def _fake_backward(
+    grad: Tensor, out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, layout, *rest, key_bias = inputs
+    ctx.save_for_backward(*output, query, key, value, layout, key_bias)
+    ctx.rest = rest
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
+    *tensors, key_bias = ctx.saved_tensors
+    return *_BACKWARD(grad, *tensors, *ctx.rest, key_bias), None, None, None, None, None
+
+
+_INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor layout, int block, float scale, bool causal, "
+    "Tensor? key_bias"
 )
-_BACKWARD = Op(
-    "block_sparse_attention_backward",
-    reference.block_sparse_attention_backward,
-    native=_backward_native,
-    source="block_sparse_attention",
-    cuda=True,
+_FORWARD = Functional(
+    Op(
+        "block_sparse_attention",
+        reference.block_sparse_attention,
+        native=_forward_native,
+        cuda=True,
+    ),
+    f"({_INPUTS}) -> (Tensor, Tensor)",
+    _fake,
+    save=_save,
+    backward=_backward,
+)
+_BACKWARD = Functional(
+    Op(
+        "block_sparse_attention_backward",
+        reference.block_sparse_attention_backward,
+        native=_backward_native,
+        source="block_sparse_attention",
+        cuda=True,
+    ),
+    f"(Tensor grad, Tensor out, Tensor lse, {_INPUTS}) -> (Tensor, Tensor, Tensor)",
+    _fake_backward,
 )
 
 
@@ -99,72 +138,5 @@ def block_sparse_attention(
         KernelArgumentError: A wrong dtype, shape, device or layout in memory.
     """
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    arguments = (query, key, value, layout, block, factor, causal, key_bias)
-    if not library.is_plain(query, key, value):
-        out: Tensor = torch.ops.ds_kernels.block_sparse_attention(*arguments)[0]
-        return out
-    if library.wants_grad(query, key, value):
-        out = _Attention.apply(*arguments)  # type: ignore[no-untyped-call]
-        return out
-    return _FORWARD.for_device(query.device.type)(*arguments)[0]
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        query, key, value, layout, *rest, key_bias = arguments
-        out, lse = _FORWARD.for_device(query.device.type)(*arguments)
-        ctx.save_for_backward(out, lse, query, key, value, layout, key_bias)
-        ctx.rest = rest
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        *tensors, key_bias = ctx.saved_tensors
-        run: Callable[..., Any] = _BACKWARD.for_device(grads[0].device.type)
-        return *run(grads[0], *tensors, *ctx.rest, key_bias), None, None, None, None, None
-
-
-def _registered(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _FORWARD.for_device(query.device.type)(query, *rest)
-
-
-def _registered_backward(grad: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _BACKWARD.for_device(grad.device.type)(grad, *rest)
-
-
-def _fake(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
-
-
-def _fake_backward(
-    grad: Tensor, out: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, layout, *rest, key_bias = inputs
-    ctx.save_for_backward(*output, query, key, value, layout, key_bias)
-    ctx.rest = rest
-    ctx.mark_non_differentiable(output[1])
-
-
-def _backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
-    *tensors, key_bias = ctx.saved_tensors
-    run = torch.ops.ds_kernels.block_sparse_attention_backward
-    return *run(grad, *tensors, *ctx.rest, key_bias), None, None, None, None, None
-
-
-_INPUTS = (
-    "Tensor query, Tensor key, Tensor value, Tensor layout, int block, float scale, bool causal, "
-    "Tensor? key_bias"
-)
-library.define(f"block_sparse_attention({_INPUTS}) -> (Tensor, Tensor)", _registered, _fake)
-library.define(
-    f"block_sparse_attention_backward(Tensor grad, Tensor out, Tensor lse, {_INPUTS}) "
-    "-> (Tensor, Tensor, Tensor)",
-    _registered_backward,
-    _fake_backward,
-)
-library.define_autograd("block_sparse_attention", _backward, _setup_context)
+    out: Tensor = _FORWARD(query, key, value, layout, block, factor, causal, key_bias)[0]
+    return out

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ds_kernels import library
+from ds_kernels.functional import Functional
 from ds_kernels.reference import evoformer_attention as reference
 from ds_kernels.registry import Op
 
@@ -85,15 +85,63 @@ def _backward_native(module: Native) -> Callable[..., _Grads]:
     return call
 
 
-_FORWARD = Op(
-    "evoformer_attention", reference.evoformer_attention, native=_forward_native, cuda=True
+def _fake(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), _lse_like(query)
+
+
+def _fake_backward(
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask_bias: Tensor | None,
+    pair_bias: Tensor | None,
+    scale: float,
+    with_mask: bool,
+    with_pair: bool,
+) -> _Grads:
+    grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    empty = query.new_empty(0)
+    mask_grad = torch.empty_like(mask_bias) if with_mask and mask_bias is not None else empty
+    pair_grad = torch.empty_like(pair_bias) if with_pair and pair_bias is not None else empty
+    return *grads, mask_grad, pair_grad
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*output, *tensors)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
+    wanted = ctx.needs_input_grad[3:5]
+    *found, masks, pairs = _BACKWARD(grad, *ctx.saved_tensors, ctx.scale, *wanted)
+    return *found, masks if wanted[0] else None, pairs if wanted[1] else None, None
+
+
+_INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? mask_bias, Tensor? pair_bias, float scale"
 )
-_BACKWARD = Op(
-    "evoformer_attention_backward",
-    reference.evoformer_attention_backward,
-    native=_backward_native,
-    source="evoformer_attention",
-    cuda=True,
+_FORWARD = Functional(
+    Op("evoformer_attention", reference.evoformer_attention, native=_forward_native, cuda=True),
+    f"({_INPUTS}) -> (Tensor, Tensor)",
+    _fake,
+    save=_save,
+    backward=_backward,
+)
+_BACKWARD = Functional(
+    Op(
+        "evoformer_attention_backward",
+        reference.evoformer_attention_backward,
+        native=_backward_native,
+        source="evoformer_attention",
+        cuda=True,
+    ),
+    f"(Tensor grad, Tensor out, Tensor lse, {_INPUTS}, bool with_mask, bool with_pair) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake_backward,
 )
 
 
@@ -124,87 +172,5 @@ def evoformer_attention(
         KernelArgumentError: A wrong dtype, shape, device or layout in memory.
     """
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    tensors = (query, key, value, mask_bias, pair_bias)
-    if not library.is_plain(*tensors):
-        out: Tensor = torch.ops.ds_kernels.evoformer_attention(*tensors, factor)[0]
-        return out
-    if library.wants_grad(*tensors):
-        out = _Attention.apply(*tensors, factor)  # type: ignore[no-untyped-call]
-        return out
-    return _FORWARD.for_device(query.device.type)(*tensors, factor)[0]
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        *tensors, scale = arguments
-        out, lse = _FORWARD.for_device(tensors[0].device.type)(*arguments)
-        ctx.save_for_backward(out, lse, *tensors)
-        ctx.scale = scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        wanted = ctx.needs_input_grad[3:5]
-        run: Callable[..., Any] = _BACKWARD.for_device(grads[0].device.type)
-        *found, masks, pairs = run(grads[0], *ctx.saved_tensors, ctx.scale, *wanted)
-        return *found, masks if wanted[0] else None, pairs if wanted[1] else None, None
-
-
-def _registered(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _FORWARD.for_device(query.device.type)(query, *rest)
-
-
-def _registered_backward(grad: Tensor, *rest: Any) -> _Grads:
-    return _BACKWARD.for_device(grad.device.type)(grad, *rest)
-
-
-def _fake(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(query), _lse_like(query)
-
-
-def _fake_backward(
-    grad: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask_bias: Tensor | None,
-    pair_bias: Tensor | None,
-    scale: float,
-    with_mask: bool,
-    with_pair: bool,
-) -> _Grads:
-    grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    empty = query.new_empty(0)
-    mask_grad = torch.empty_like(mask_bias) if with_mask and mask_bias is not None else empty
-    pair_grad = torch.empty_like(pair_bias) if with_pair and pair_bias is not None else empty
-    return *grads, mask_grad, pair_grad
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, scale = inputs
-    ctx.save_for_backward(*output, *tensors)
-    ctx.scale = scale
-    ctx.mark_non_differentiable(output[1])
-
-
-def _backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
-    wanted = ctx.needs_input_grad[3:5]
-    run = torch.ops.ds_kernels.evoformer_attention_backward
-    *found, masks, pairs = run(grad, *ctx.saved_tensors, ctx.scale, *wanted)
-    return *found, masks if wanted[0] else None, pairs if wanted[1] else None, None
-
-
-_INPUTS = (
-    "Tensor query, Tensor key, Tensor value, Tensor? mask_bias, Tensor? pair_bias, float scale"
-)
-library.define(f"evoformer_attention({_INPUTS}) -> (Tensor, Tensor)", _registered, _fake)
-library.define(
-    f"evoformer_attention_backward(Tensor grad, Tensor out, Tensor lse, {_INPUTS}, bool with_mask, "
-    "bool with_pair) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _registered_backward,
-    _fake_backward,
-)
-library.define_autograd("evoformer_attention", _backward, _setup_context)
+    out: Tensor = _FORWARD(query, key, value, mask_bias, pair_bias, factor)[0]
+    return out

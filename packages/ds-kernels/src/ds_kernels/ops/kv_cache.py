@@ -6,23 +6,24 @@ the dtype of the cache.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
-from ds_kernels import library
+from ds_kernels.functional import Mutating
 from ds_kernels.reference import kv_cache as reference
 from ds_kernels.registry import Op
 
 __all__ = ["kv_cache_update_"]
 
-_UPDATE = Op(
-    "kv_cache_update_",
-    reference.kv_cache_update_,
-    native=lambda m: m.kv_cache_update_,
-    source="kv_cache",
-    cuda=True,
+_UPDATE = Mutating(
+    Op(
+        "kv_cache_update_",
+        reference.kv_cache_update_,
+        native=lambda m: m.kv_cache_update_,
+        source="kv_cache",
+        cuda=True,
+    ),
+    "(Tensor(a!)? query, Tensor key, Tensor value, Tensor(b!) key_cache, Tensor(c!) value_cache, "
+    "Tensor slots, Tensor? positions, Tensor? cosine, Tensor? sine, bool interleaved)",
 )
 
 
@@ -58,25 +59,6 @@ def kv_cache_update_(
         KernelArgumentError: A wrong dtype, shape, device, layout or overlap; on the CPU also a slot
             or position that is not there.  On a GPU they are trusted.
     """
-    plain = library.is_plain(query, key, value, key_cache, value_cache)
-    run = _UPDATE.for_device(key.device.type) if plain else torch.ops.ds_kernels.kv_cache_update_
-    run(
+    _UPDATE(
         query, key, value, key_cache, value_cache, slots, positions, cosine, sine, interleaved
     )  # fmt: skip
-
-
-def _registered(query: Tensor | None, key: Tensor, *rest: Any) -> None:
-    _UPDATE.for_device(key.device.type)(query, key, *rest)
-
-
-def _fake(*_: Any) -> None:
-    return None
-
-
-library.define(
-    "kv_cache_update_(Tensor(a!)? query, Tensor key, Tensor value, Tensor(b!) key_cache, "
-    "Tensor(c!) value_cache, Tensor slots, Tensor? positions, Tensor? cosine, Tensor? sine, "
-    "bool interleaved) -> ()",
-    _registered,
-    _fake,
-)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ds_kernels import library
+from ds_kernels.functional import Functional
 from ds_kernels.reference import moe_routing as reference
 from ds_kernels.registry import Op
 
@@ -68,17 +68,34 @@ def _combine_native(module: Native) -> Callable[[Tensor, Tensor, Tensor], Tensor
     return call
 
 
-_GATING = Op(
-    "top_k_gating", reference.top_k_gating, native=_gating_native, source="moe_routing", cuda=True
+def _fake_gating(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    shape = (logits.shape[0], k)
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
+
+
+def _op(name: str, reference: Callable[..., Any], native: Callable[[Native], Any]) -> Op[..., Any]:
+    return Op(name, reference, native=native, source="moe_routing", cuda=True)
+
+
+_GATING = Functional(
+    _op("top_k_gating", reference.top_k_gating, _gating_native),
+    "(Tensor logits, int k, bool normalize) -> (Tensor, Tensor)",
+    _fake_gating,
 )
-_ROWS = Op(
-    "expert_rows", reference.expert_rows, native=_rows_native, source="moe_routing", cuda=True
+_ROWS = Functional(
+    _op("expert_rows", reference.expert_rows, _rows_native),
+    "(Tensor experts, int count) -> (Tensor, Tensor)",
+    lambda experts, count: (torch.empty_like(experts), experts.new_empty(count + 1)),
 )
-_SCATTER = Op(
-    "moe_scatter", reference.moe_scatter, native=_scatter_native, source="moe_routing", cuda=True
+_SCATTER = Functional(
+    _op("moe_scatter", reference.moe_scatter, _scatter_native),
+    "(Tensor x, Tensor rows, int total) -> Tensor",
+    lambda x, rows, total: x.new_empty(total, x.shape[1]),
 )
-_COMBINE = Op(
-    "moe_combine", reference.moe_combine, native=_combine_native, source="moe_routing", cuda=True
+_COMBINE = Functional(
+    _op("moe_combine", reference.moe_combine, _combine_native),
+    "(Tensor x, Tensor rows, Tensor weights) -> Tensor",
+    lambda x, rows, weights: x.new_empty(rows.shape[0], x.shape[1]),
 )
 
 
@@ -98,10 +115,7 @@ def top_k_gating(logits: Tensor, k: int, *, normalize: bool = True) -> tuple[Ten
     Raises:
         KernelArgumentError: A wrong dtype, shape or layout, or ``k`` out of range.
     """
-    run = _GATING.for_device(logits.device.type)
-    if not library.is_plain(logits):
-        run = torch.ops.ds_kernels.top_k_gating
-    weights, experts = run(logits, k, normalize)
+    weights, experts = _GATING(logits, k, normalize)
     return weights, experts
 
 
@@ -119,10 +133,7 @@ def expert_rows(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
     Raises:
         KernelArgumentError: A wrong dtype or layout; on the CPU also an expert that is not there.
     """
-    run = _ROWS.for_device(experts.device.type)
-    if not library.is_plain(experts):
-        run = torch.ops.ds_kernels.expert_rows
-    rows, bounds = run(experts, count)
+    rows, bounds = _ROWS(experts, count)
     return rows, bounds
 
 
@@ -140,10 +151,7 @@ def moe_scatter(x: Tensor, rows: Tensor, total: int) -> Tensor:
     Raises:
         KernelArgumentError: A wrong dtype, shape or layout; on the CPU also a row out of range.
     """
-    run = _SCATTER.for_device(x.device.type)
-    if not library.is_plain(x, rows):
-        run = torch.ops.ds_kernels.moe_scatter
-    out: Tensor = run(x, rows, total)
+    out: Tensor = _SCATTER(x, rows, total)
     return out
 
 
@@ -161,45 +169,5 @@ def moe_combine(x: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
     Raises:
         KernelArgumentError: A wrong dtype, shape or layout; on the CPU also a row out of range.
     """
-    run = _COMBINE.for_device(x.device.type)
-    if not library.is_plain(x, rows, weights):
-        run = torch.ops.ds_kernels.moe_combine
-    out: Tensor = run(x, rows, weights)
+    out: Tensor = _COMBINE(x, rows, weights)
     return out
-
-
-def _fake_gating(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    shape = (logits.shape[0], k)
-    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
-
-
-library.define(
-    "top_k_gating(Tensor logits, int k, bool normalize) -> (Tensor, Tensor)",
-    lambda logits, *rest: _GATING.for_device(logits.device.type)(logits, *rest),
-    _fake_gating,
-)
-library.define(
-    "expert_rows(Tensor experts, int count) -> (Tensor, Tensor)",
-    lambda experts, count: _ROWS.for_device(experts.device.type)(experts, count),
-    lambda experts, count: (torch.empty_like(experts), experts.new_empty(count + 1)),
-)
-
-
-def _registered_scatter(x: Tensor, *rest: Any) -> Tensor:
-    return _SCATTER.for_device(x.device.type)(x, *rest)
-
-
-def _registered_combine(x: Tensor, *rest: Any) -> Tensor:
-    return _COMBINE.for_device(x.device.type)(x, *rest)
-
-
-library.define(
-    "moe_scatter(Tensor x, Tensor rows, int total) -> Tensor",
-    _registered_scatter,
-    lambda x, rows, total: x.new_empty(total, x.shape[1]),
-)
-library.define(
-    "moe_combine(Tensor x, Tensor rows, Tensor weights) -> Tensor",
-    _registered_combine,
-    lambda x, rows, weights: x.new_empty(rows.shape[0], x.shape[1]),
-)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ds_kernels import library
+from ds_kernels.functional import Functional
 from ds_kernels.reference import paged_attention as reference
 from ds_kernels.registry import Op
 
@@ -52,7 +52,13 @@ def _native(module: Native) -> _Implementation:
     return call
 
 
-_PAGED = Op("paged_attention", reference.paged_attention, native=_native, cuda=True)
+_PAGED = Functional(
+    Op("paged_attention", reference.paged_attention, native=_native, cuda=True),
+    "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, "
+    "Tensor query_start, Tensor context_lens, float scale, int window, Tensor? alibi_slopes) "
+    "-> Tensor",
+    lambda query, *_: torch.empty_like(query),
+)
 
 
 def paged_attention(
@@ -92,27 +98,8 @@ def paged_attention(
             names a block which is not there.  On a GPU the tables are trusted.
     """
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    plain = library.is_plain(query, key_cache, value_cache)
-    run = _PAGED.for_device(query.device.type) if plain else torch.ops.ds_kernels.paged_attention
-    out: Tensor = run(
+    out: Tensor = _PAGED(
         query, key_cache, value_cache, block_tables, query_start, context_lens, factor, window,
         alibi_slopes,
     )  # fmt: skip
     return out
-
-
-def _registered(query: Tensor, *rest: object) -> Tensor:
-    return _PAGED.for_device(query.device.type)(query, *rest)  # type: ignore[arg-type]
-
-
-def _fake(query: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(query)
-
-
-library.define(
-    "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, "
-    "Tensor query_start, Tensor context_lens, float scale, int window, Tensor? alibi_slopes) "
-    "-> Tensor",
-    _registered,
-    _fake,
-)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from ds_kernels import library
+from ds_kernels.functional import Functional
 from ds_kernels.reference import ragged_gather as reference
 from ds_kernels.registry import Op
 
@@ -44,14 +43,22 @@ def _last_native(module: Native) -> Callable[[Tensor, Tensor], Tensor]:
     return call
 
 
-_EMBEDDING = Op(
-    "ragged_embedding",
-    reference.ragged_embedding,
-    native=_embedding_native,
-    source="ragged_gather",
-    cuda=True,
+_EMBEDDING = Functional(
+    Op(
+        "ragged_embedding",
+        reference.ragged_embedding,
+        native=_embedding_native,
+        source="ragged_gather",
+        cuda=True,
+    ),
+    "(Tensor table, Tensor tokens, Tensor? position_table, Tensor? positions) -> Tensor",
+    lambda table, tokens, *_: table.new_empty(tokens.shape[0], table.shape[1]),
 )
-_LAST = Op("last_rows", reference.last_rows, native=_last_native, source="ragged_gather", cuda=True)
+_LAST = Functional(
+    Op("last_rows", reference.last_rows, native=_last_native, source="ragged_gather", cuda=True),
+    "(Tensor hidden, Tensor query_start) -> Tensor",
+    lambda hidden, start: hidden.new_empty(start.shape[0] - 1, hidden.shape[1]),
+)
 
 
 def ragged_embedding(
@@ -75,10 +82,7 @@ def ragged_embedding(
     Raises:
         KernelArgumentError: A wrong dtype, shape or layout; on the CPU also an index out of range.
     """
-    run = _EMBEDDING.for_device(table.device.type)
-    if not library.is_plain(table, tokens):
-        run = torch.ops.ds_kernels.ragged_embedding
-    out: Tensor = run(table, tokens, position_table, positions)
+    out: Tensor = _EMBEDDING(table, tokens, position_table, positions)
     return out
 
 
@@ -96,29 +100,5 @@ def last_rows(hidden: Tensor, query_start: Tensor) -> Tensor:
         KernelArgumentError: A wrong dtype, shape or layout; on the CPU also starts that do not
             rise from 0 to the number of tokens.
     """
-    run = _LAST.for_device(hidden.device.type)
-    if not library.is_plain(hidden):
-        run = torch.ops.ds_kernels.last_rows
-    out: Tensor = run(hidden, query_start)
+    out: Tensor = _LAST(hidden, query_start)
     return out
-
-
-def _registered_embedding(table: Tensor, *rest: Any) -> Tensor:
-    return _EMBEDDING.for_device(table.device.type)(table, *rest)
-
-
-def _registered_last(hidden: Tensor, query_start: Tensor) -> Tensor:
-    return _LAST.for_device(hidden.device.type)(hidden, query_start)
-
-
-library.define(
-    "ragged_embedding(Tensor table, Tensor tokens, Tensor? position_table, Tensor? positions) "
-    "-> Tensor",
-    _registered_embedding,
-    lambda table, tokens, *_: table.new_empty(tokens.shape[0], table.shape[1]),
-)
-library.define(
-    "last_rows(Tensor hidden, Tensor query_start) -> Tensor",
-    _registered_last,
-    lambda hidden, start: hidden.new_empty(start.shape[0] - 1, hidden.shape[1]),
-)
