@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
+from ds_kernels.functional import Functional, Mutating
 from ds_kernels.registry import Backend, Op
 
 __all__ = ["OP_MODULES", "all_ops", "chosen_backend"]
@@ -30,8 +31,7 @@ OP_MODULES: tuple[str, ...] = (
 def all_ops() -> Iterator[Op[Any, Any]]:
     """Every op of every module; imports them all."""
     for name in OP_MODULES:
-        module = import_module(f"ds_kernels.ops.{name}")
-        yield from (value for value in vars(module).values() if isinstance(value, Op))
+        yield from _ops_of(name).values()
 
 
 def chosen_backend(module: str, name: str, device_type: str) -> Backend:
@@ -45,6 +45,13 @@ def chosen_backend(module: str, name: str, device_type: str) -> Backend:
     Raises:
         KeyError: The module has no such op.
     """
-    values = vars(import_module(f"ds_kernels.ops.{module}")).values()
-    ops = {value.name: value for value in values if isinstance(value, Op)}
-    return ops[name].chosen_backend(device_type)
+    return _ops_of(module)[name].chosen_backend(device_type)
+
+
+def _ops_of(module: str) -> dict[str, Op[Any, Any]]:
+    found = {}
+    for value in vars(import_module(f"ds_kernels.ops.{module}")).values():
+        op = value.op if isinstance(value, Functional | Mutating) else value
+        if isinstance(op, Op):
+            found[op.name] = op
+    return found
