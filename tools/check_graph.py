@@ -83,6 +83,7 @@ USED_THROUGH_TORCH: Mapping[str, frozenset[str]] = {"ds-zero": frozenset({"numpy
 # Subpackages that are imported only when named, so that the core stays small.
 LEAVES: Mapping[str, tuple[str, ...]] = {
     "ds_comm": ("ds_comm.tensor", "ds_comm.sequence", "ds_comm.telemetry", "ds_comm.testing"),
+    "ds_kernels": ("ds_kernels.triton",),
 }
 
 # Modules of torch and the only places that may touch them.

@@ -30,7 +30,7 @@ from ds_kernels.native import build_info, load_native, native_status
 if TYPE_CHECKING:
     from ds_kernels._native import Native
 
-__all__ = ["BACKENDS", "Backend", "Op"]
+__all__ = ["BACKENDS", "Backend", "Op", "triton_interprets"]
 
 Backend = Literal["cuda", "triton", "cpu", "reference"]
 """Where an implementation comes from."""
@@ -189,6 +189,11 @@ class Op(Generic[P, R]):
             yield
         finally:
             self._chosen = before
+
+
+def triton_interprets() -> bool:
+    """Whether Triton runs kernels in its interpreter, on CPU tensors (``TRITON_INTERPRET=1``)."""
+    return os.environ.get("TRITON_INTERPRET", "") not in ("", "0", "false", "off")
 
 
 def _wanted() -> tuple[Backend, ...]:

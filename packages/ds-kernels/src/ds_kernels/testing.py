@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_kernels.registry import BACKENDS, Backend, Op
+from ds_kernels.registry import BACKENDS, Backend, Op, triton_interprets
 
 __all__ = [
     "Case",
@@ -88,18 +88,23 @@ class Suite:
 
 
 def backends(op: Op[Any, Any]) -> tuple[Backend, ...]:
-    """The backends of an op that can run here; CUDA and Triton only where there is a GPU."""
-    gpu = torch.cuda.is_available()
+    """The backends of an op that can run here.
+
+    CUDA needs a GPU, Triton a GPU or its interpreter.
+    """
+    runs: dict[Backend, bool] = {"cuda": torch.cuda.is_available()}
+    runs["triton"] = runs["cuda"] or triton_interprets()
     return tuple(
         backend
         for backend in BACKENDS
-        if not op.missing_reason(backend) and (gpu or backend not in ("cuda", "triton"))
+        if not op.missing_reason(backend) and runs.get(backend, True)
     )
 
 
 def device_of(backend: Backend) -> torch.device:
     """The device that a backend is tested on."""
-    return torch.device("cuda" if backend in ("cuda", "triton") else "cpu")
+    gpu = backend == "cuda" or (backend == "triton" and not triton_interprets())
+    return torch.device("cuda" if gpu else "cpu")
 
 
 def forced(suite: Suite, backend: Backend) -> ExitStack:

@@ -61,7 +61,13 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Non
 
 
 _FORWARD = Functional(
-    Op("grouped_matmul", reference.grouped_matmul, native=_forward_native, cuda=True),
+    Op(
+        "grouped_matmul",
+        reference.grouped_matmul,
+        native=_forward_native,
+        cuda=True,
+        triton="ds_kernels.triton.grouped_matmul:grouped_matmul",
+    ),
     "(Tensor x, Tensor weight, Tensor bounds, bool transposed) -> Tensor",
     lambda x, weight, bounds, transposed: x.new_empty(
         x.shape[0], weight.shape[1 if transposed else -1]
@@ -76,6 +82,7 @@ _WEIGHT = Functional(
         native=_weight_native,
         source="grouped_matmul",
         cuda=True,
+        triton="ds_kernels.triton.grouped_matmul:grouped_matmul_weight_grad",
     ),
     "(Tensor x, Tensor grad, Tensor bounds) -> Tensor",
     lambda x, grad, bounds: x.new_empty(bounds.shape[0] - 1, x.shape[1], grad.shape[1]),
