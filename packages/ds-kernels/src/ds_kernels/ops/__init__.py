@@ -23,6 +23,7 @@ OP_MODULES: tuple[str, ...] = (
     "paged_attention",
     "quantize",
     "ragged_gather",
+    "random_ltd",
     "rms_norm",
 )
 """Names of the modules here, in alphabetical order."""
