@@ -14,7 +14,8 @@
 // A collective never needs two ranks to be inside of it at once. A rank *announces* an operation:
 // which one, where in its arena the data lies. Each rank *pulls* it when it wants the result and
 // all have announced: it reads the peers' memory in place, and counts the operation as done. Memory
-// that was announced may be written again when every peer has counted it.
+// that was announced may be written again when every peer has counted it; the announcement itself
+// and its table only when its own rank has, too, since a rank compares what it pulls with its own.
 #pragma once
 
 #include <atomic>

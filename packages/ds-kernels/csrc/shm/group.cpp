@@ -122,9 +122,15 @@ std::uint64_t Group::announce(Channel channel, const std::string& what, std::siz
                               const void* data, std::size_t data_bytes, const Pull& pull) {
   ChannelControl& control = own().channels[channel];
   const std::uint64_t sequence = announced_here(channel);
+  if (!segment_.is_owner()) {
+    throw std::runtime_error("a forked child is no rank: it cannot take part in collectives");
+  }
   if (!failed_.empty()) throw Failure(failed_.begin()->second);
-  // The ring's entry is free once every peer has pulled the operation that used it before.
-  if (sequence >= kRing) wait_for(Want::kDone, channel, sequence - kRing);
+  // The ring's entry is free once all, this rank too, have pulled the operation that used it before.
+  if (sequence >= kRing) {
+    pull_until(channel, sequence - kRing);
+    wait_for(Want::kDone, channel, sequence - kRing);
+  }
   own().stuck.store(0, std::memory_order_relaxed);
   const void* visible = data;
   const bool direct = data_bytes == 0 || segment_.mapping().contains(data, data_bytes);
@@ -182,6 +188,8 @@ char* Group::scratch(Channel channel, std::size_t bytes) {
   Scratch* found = nullptr;
   for (Scratch& item : scratch_) {
     if (item.bytes < bytes || (found != nullptr && found->bytes <= item.bytes)) continue;
+    // Peers may be done with it long before this rank, whose own pull reads its table too.
+    if (!completed(item.channel, item.sequence)) continue;
     if (first_missing(Want::kDone, item.channel, item.sequence) < 0) found = &item;
   }
   if (found == nullptr) {
@@ -314,12 +322,16 @@ bool Group::completed(Channel channel, std::uint64_t sequence) const {
   return own().channels[channel].done.load(std::memory_order_relaxed) > sequence;
 }
 
-void Group::complete(Channel channel, std::uint64_t sequence) {
-  if (sequence >= announced_here(channel)) throw std::logic_error("no such operation");
+void Group::pull_until(Channel channel, std::uint64_t sequence) {
   while (!completed(channel, sequence)) {
     wait_for(Want::kAnnounced, channel, pending_[channel].front().sequence);
     while (!completed(channel, sequence) && ready(channel)) execute(channel);
   }
+}
+
+void Group::complete(Channel channel, std::uint64_t sequence) {
+  if (sequence >= announced_here(channel)) throw std::logic_error("no such operation");
+  pull_until(channel, sequence);
   const auto failure = failed_.find({channel, sequence});
   if (failure != failed_.end()) throw Failure(failure->second);
 }
@@ -436,10 +448,7 @@ void Group::sleep(Want want, Channel channel, std::uint64_t sequence) const {
 // After this, and one more operation on kSync, nobody reads what was announced before.
 void Group::finish_outstanding() {
   for (const Channel channel : {kGather, kReduce, kPieces}) {
-    while (!pending_[channel].empty()) {
-      wait_for(Want::kAnnounced, channel, pending_[channel].front().sequence);
-      while (ready(channel)) execute(channel);
-    }
+    if (!pending_[channel].empty()) pull_until(channel, pending_[channel].back().sequence);
   }
 }
 

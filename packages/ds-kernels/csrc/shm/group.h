@@ -151,6 +151,8 @@ class Group {
   int first_missing(Want want, Channel channel, std::uint64_t sequence) const;
   bool ready(Channel channel) const;
   void execute(Channel channel);
+  // Pulls operations of a channel, waiting for them, until this one has been pulled.
+  void pull_until(Channel channel, std::uint64_t sequence);
   void run(const Pull& pull, Channel channel, std::uint64_t sequence);
   void run_sum(const Pull& pull, const std::vector<Source>& sources) const;
   void run_copy(const Pull& pull, const Source& source) const;

@@ -5,6 +5,7 @@
 // All ranks see a segment at one address here, unlike processes, so that a sanitiser that tracks
 // addresses sees what one rank writes and another reads. Exits with 1 at the first wrong value.
 
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -139,6 +140,61 @@ void blocking(Group& group, std::mt19937& shared, int round) {
   }
 }
 
+// One all-to-all of uneven sizes, which every rank draws from the same numbers.
+struct Swap {
+  std::vector<std::vector<float>> send, receive;
+  std::uint64_t sequence = 0;
+
+  Swap(std::size_t me, std::size_t ranks, std::mt19937& shared, int salt)
+      : send(ranks), receive(ranks) {
+    for (std::size_t from = 0; from < ranks; ++from) {
+      for (std::size_t to = 0; to < ranks; ++to) {
+        const std::size_t numel = shared() % 4 == 0 ? 0 : shared() % 500;
+        if (to == me) receive[from].resize(numel);
+        for (std::size_t i = 0; from == me && i < numel; ++i) {
+          send[to].push_back(value(static_cast<int>(me), i, salt));
+        }
+      }
+    }
+  }
+
+  static std::vector<Span> spans(std::vector<std::vector<float>>& pieces) {
+    std::vector<Span> spans;
+    for (auto& piece : pieces) spans.push_back({piece.data(), piece.size() * sizeof(float)});
+    return spans;
+  }
+};
+
+// Several in flight, as gradients that travel by rows have them; each rank dawdles at places of
+// its own, and some wait at once: they are done with what others have not looked at yet.
+void uneven(Group& group, std::mt19937& shared, std::mt19937& own, int round) {
+  const auto dawdle = [&] {
+    if (own() % 3 == 0) std::this_thread::sleep_for(std::chrono::microseconds(own() % 200));
+  };
+  std::vector<Swap> swaps;
+  swaps.reserve(4);
+  for (auto left = 2 + shared() % 3; left != 0; --left) {
+    const int salt = round + static_cast<int>(swaps.size());
+    swaps.emplace_back(group.rank(), group.size(), shared, salt);
+    Swap& swap = swaps.back();
+    dawdle();
+    swap.sequence =
+        group.announce_pieces("uneven", Swap::spans(swap.send), Swap::spans(swap.receive));
+    if (own() % 2 == 0) group.complete(kPieces, swap.sequence);
+  }
+  dawdle();
+  for (std::size_t k = 0; k < swaps.size(); ++k) {
+    group.complete(kPieces, swaps[k].sequence);
+    for (std::size_t r = 0; r < swaps[k].receive.size(); ++r) {
+      const std::vector<float>& piece = swaps[k].receive[r];
+      for (std::size_t i = 0; i < piece.size(); ++i) {
+        const int salt = round + static_cast<int>(k);
+        expect(piece[i], value(static_cast<int>(r), i, salt), "uneven", round);
+      }
+    }
+  }
+}
+
 void run_rank(int rank, const std::vector<std::unique_ptr<Segment>>& segments, int rounds) {
   std::vector<Member> members(segments.size());
   for (std::size_t r = 0; r < segments.size(); ++r) members[r].base = segments[r]->mapping().base();
@@ -148,8 +204,10 @@ void run_rank(int rank, const std::vector<std::unique_ptr<Segment>>& segments, i
   Segment& segment = *segments[static_cast<std::size_t>(rank)];
   Group group(rank, members, segment, options, nullptr);
   std::mt19937 shared(42);  // the same choices on every rank
+  std::mt19937 own(static_cast<unsigned>(rank));
   for (int round = 0; round < rounds; ++round) {
     asynchronous(group, segment, shared, round);
+    uneven(group, shared, own, round);
     if (round % 3 == 0) blocking(group, shared, round);
   }
   float one = 1;

@@ -343,6 +343,51 @@ def test_more_operations_than_the_ring_holds(shm_ranks: Run, world: int) -> None
     shm_ranks(world, _forgotten)
 
 
+def _swapped_slowly(rank: Any) -> None:
+    """Rank 0 announces again after everybody else, but not itself, has pulled what it sent."""
+    group = rank.group
+    world, me = group.size, group.rank
+    works, received = [], []
+    for turn, numel in enumerate((48, 3, 500)):
+        send = [torch.full((numel + me,), float(turn + me)) for _ in range(world)]
+        received.append([torch.empty(numel + r) for r in range(world)])
+        works.append(group.all_to_all(send, received[-1], f"swap {turn}"))
+        if me:
+            works[-1].wait()
+        rank.meet()
+    for turn, work in enumerate(works):
+        work.wait()
+        for r, piece in enumerate(received[turn]):
+            assert bool((piece == float(turn + r)).all())
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_table_stays_until_its_own_rank_has_read_it(shm_ranks: Run, world: int) -> None:
+    """Peers may be done with what a rank has announced long before the rank itself."""
+    shm_ranks(world, _swapped_slowly)
+
+
+def _far_ahead(rank: Any) -> None:
+    """Rank 0 announces more than the ring holds before it waits for the first."""
+    group = rank.group
+    works, flats = [], []
+    for turn in range(600):
+        flats.append(torch.full((group.size,), float(turn + group.rank)))
+        works.append(group.gather(flats[-1], f"gather {turn}"))
+        if group.rank:
+            works[-1].wait()
+    for turn, work in enumerate(works):
+        work.wait()
+        assert flats[turn].tolist() == [float(turn + r) for r in range(group.size)]
+    rank.meet()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_announcement_stays_until_its_own_rank_has_read_it(shm_ranks: Run, world: int) -> None:
+    """Entries of the ring are written again only when all ranks, this one too, are past them."""
+    shm_ranks(world, _far_ahead)
+
+
 def _added_in_order(rank: Any) -> None:
     """Two sums into one place, waited for in the opposite order: added in the order of calls."""
     group = rank.group
