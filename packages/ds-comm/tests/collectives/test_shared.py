@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import resource
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +19,6 @@ from ds_comm.collectives import (
     PairwiseCollectives,
     SharedCollectives,
     collectives_for,
-    connect_shared,
     shared,
 )
 from ds_comm.collectives.shared import _disagreement, _Offer, _timeout_s
@@ -60,21 +62,24 @@ def _by_default() -> None:
     before = os.environ.pop("DS_COMM_SHM", None)
     try:
         served = collectives_for(Group.world())
-        assert isinstance(served, PairwiseCollectives)
+        assert isinstance(served, SharedCollectives if _native() else PairwiseCollectives)
         _works(served)
     finally:
         if before is not None:
             os.environ["DS_COMM_SHM"] = before
 
 
-def test_shared_memory_must_be_asked_for(ranks: Ranks) -> None:
+def test_cpu_ranks_of_one_host_share_memory(ranks: Ranks) -> None:
+    """Wherever the native module is built; nobody has to ask."""
+    pytest.importorskip("ds_kernels")
     ranks(2, _by_default)
 
 
 def _switched_off(odd: int, value: str) -> list[str]:
     rank = dist.get_rank()
     before = os.environ.pop("DS_COMM_SHM", None)
-    os.environ["DS_COMM_SHM"] = value if rank == odd or odd < 0 else "1"
+    if rank == odd or odd < 0:
+        os.environ["DS_COMM_SHM"] = value
     try:
         with _Lines() as lines:
             for _ in range(2):
@@ -99,31 +104,46 @@ def test_the_switch_of_any_rank_counts_for_all(ranks: Ranks, odd: int) -> None:
         assert f"DS_COMM_SHM=0 (rank {max(odd, 0)})" in lines[0][0]
 
 
-def test_cpu_ranks_of_one_host_share_memory(ranks: Ranks) -> None:
-    """Where the native module is built and every rank asks for it."""
+def test_other_values_leave_it_on(ranks: Ranks) -> None:
+    """Only 0 turns it off."""
     pytest.importorskip("ds_kernels")
     if _native():
         assert ranks(2, _switched_off, -1, "1") == [[], []]
 
 
 def _broken(what: str) -> list[str]:
-    """Rank 1 is told that it is elsewhere, or cannot open its peer's memory."""
+    """Rank 1 is told that it is elsewhere, cannot tell, or cannot open its peer's memory."""
     rank = dist.get_rank()
-    kept = shared._host_key, shared._open
+    kept = shared._host_key, shared._open, shared._BOOT_ID
     if rank == 1 and what == "host":
-        shared._host_key = lambda: "another"  # type: ignore[assignment]
+        shared._host_key = lambda: ("another", "")
+    if rank == 1 and what == "proc":
+        shared._BOOT_ID = Path("/nowhere")
+    if rank == 1 and what == "limit":
+        kept_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, kept_limit[1]))
     if rank == 1 and what == "open":
-        shared._open = lambda *_: (None, "no such thing (rank 1)")  # type: ignore[assignment]
+        shared._open = lambda *_: (None, "no such thing (rank 1)")
     try:
         with _Lines() as lines:
-            assert connect_shared(Group.world()) is None
+            served = collectives_for(Group.world())
+            assert isinstance(served, PairwiseCollectives)
+            _works(served)
         return lines
     finally:
-        shared._host_key, shared._open = kept
+        shared._host_key, shared._open, shared._BOOT_ID = kept
+        if rank == 1 and what == "limit":
+            resource.setrlimit(resource.RLIMIT_FSIZE, kept_limit)
 
 
 @pytest.mark.parametrize(
-    ("what", "text"), [("host", "ranks 0 and 1 are on different"), ("open", "no such thing")]
+    ("what", "text"),
+    [
+        ("host", "ranks 0 and 1 are on different"),
+        ("open", "no such thing"),
+        ("proc", "which ranks are on one host"),
+        ("limit", "no shared memory: .*[Ff]ile too large"),
+    ],
 )
 def test_ranks_that_cannot_meet_all_talk_over_gloo(ranks: Ranks, what: str, text: str) -> None:
     """What one rank finds out decides for all, with its reason."""
@@ -131,7 +151,7 @@ def test_ranks_that_cannot_meet_all_talk_over_gloo(ranks: Ranks, what: str, text
     if not _native():
         pytest.skip("ds-kernels is not built")
     lines = ranks(2, _broken, what)
-    assert len(lines[0]) == 1 and text in lines[0][0] and lines[1] == []
+    assert len(lines[0]) == 1 and re.search(text, lines[0][0]) and lines[1] == []
 
 
 def test_every_rank_comes_to_the_same_verdict() -> None:

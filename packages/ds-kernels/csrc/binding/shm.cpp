@@ -6,6 +6,7 @@
 
 #include <memory>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -265,6 +266,9 @@ void bind_shm(py::module_& module) {
       const py::tuple arguments = py::make_tuple(static_cast<int>(failure.kind), failure.peer,
                                                  place(failure.mine), place(failure.theirs));
       PyErr_SetObject(failure_type.ptr(), arguments.ptr());
+    } catch (const std::system_error& error) {
+      const py::tuple arguments = py::make_tuple(error.code().value(), error.what());
+      PyErr_SetObject(PyExc_OSError, arguments.ptr());
     }
   });
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -243,6 +245,11 @@ def _forks(rank: Any) -> None:
             code = 1
         except MemoryError:
             pass
+        try:
+            group.gather(torch.zeros(group.size), "from a child")
+            code = 2
+        except RuntimeError:
+            pass
         group.close()
         del tensor
         os._exit(code)
@@ -254,7 +261,7 @@ def _forks(rank: Any) -> None:
 
 
 def test_a_forked_child_neither_closes_nor_frees(shm_ranks: Run) -> None:
-    """It may look, but allocate, free and close do nothing there."""
+    """It may look, but not announce or allocate, and to free and close does nothing there."""
     shm_ranks(2, _forks)
 
 
@@ -276,3 +283,15 @@ def test_an_address_of_something_else_is_refused(tmp_path: Path) -> None:
         SharedGroup(segment, [segment.address, "nonsense"], 0)
     with pytest.raises(KernelArgumentError, match="addresses: number 0"):
         SharedGroup(segment, ["nonsense"], 0)
+
+
+def test_a_system_that_refuses_is_an_os_error() -> None:
+    """A limit on the size of files counts for anonymous ones, too."""
+    kept = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, kept[1]))
+    try:
+        with pytest.raises(OSError, match="sizing a memfd: File too large") as caught:
+            SharedSegment(1 << 30)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, kept)
+    assert caught.value.errno == errno.EFBIG

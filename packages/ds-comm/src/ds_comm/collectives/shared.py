@@ -35,6 +35,9 @@ __all__ = ["SharedCollectives", "connect_shared"]
 
 _LOGGER = get_logger(__name__)
 _SWITCH = "DS_COMM_SHM"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_ADDRESSES_BYTES = 4 << 40
+"""What the segments of a group take of a process's address space at most."""
 
 
 class _SharedWork:
@@ -127,41 +130,30 @@ class _Offer:
     """Why this rank cannot share memory; empty if it can."""
 
 
-def shared_memory_wanted() -> bool:
-    """Whether the environment of this process asks for shared memory (``DS_COMM_SHM=1``)."""
-    return os.environ.get(_SWITCH, "").strip() == "1"
-
-
-def connect_shared(group: Group, *, wanted: bool = True) -> SharedCollectives | None:
+def connect_shared(group: Group) -> SharedCollectives | None:
     """Connect the ranks of ``group`` through shared memory.  Collective; all get the same answer.
 
     Args:
         group: At least two ranks, with a handle that moves CPU objects.
-        wanted: Whether this rank asks for it; all must.
 
     Returns:
-        None where ranks cannot share memory, or not all ask for it: the reason is logged once.
-        ``DS_COMM_SHM=0`` of any rank turns it off.
+        None where ranks cannot share memory: the reason is logged once.  ``DS_COMM_SHM=0`` of any
+        rank turns it off.
     """
-    problem = _obstacle() or ("" if wanted else f"{_SWITCH} is not 1")
+    host, problem = _host_key()
+    problem = _obstacle() or problem
     segment: SharedSegment | None = None
     if not problem:
         from ds_kernels.shm import SharedSegment
 
         try:
-            segment = SharedSegment()
+            segment = SharedSegment(_capacity_bytes(group.size))
         except OSError as error:
             problem = f"no shared memory: {error}"
-    offers = gather_objects(_Offer(_host_key(), segment.address if segment else "", problem), group)
+    offers = gather_objects(_Offer(host, segment.address if segment else "", problem), group)
     problem = _disagreement(offers, group)
     if problem or segment is None:
-        spoken = wanted or _SWITCH in os.environ
-        log_once(
-            _LOGGER,
-            "info" if spoken else "debug",
-            "ranks talk over gloo, not through shared memory: %s",
-            problem,
-        )
+        log_once(_LOGGER, "info", "ranks talk over gloo, not through shared memory: %s", problem)
         return None
     shared, problem = _open(segment, [offer.address for offer in offers], group)
     # Ranks close nothing before all have connected, and agree on the outcome.
@@ -186,12 +178,26 @@ def _obstacle() -> str:
     return native_status().reason
 
 
-def _host_key() -> str:
-    """Names the running kernel, the PID namespace and the user."""
+def _host_key() -> tuple[str, str]:
+    """Names the running kernel, the PID namespace and the user; and why that is not known."""
     if sys.platform != "linux":
-        return ""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
+        return "", ""
+    try:
+        boot = _BOOT_ID.read_text().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError as error:
+        return "", f"it cannot be told which ranks are on one host: {error}"
+    return f"{boot} {namespace} {os.getuid()}", ""
+
+
+def _capacity_bytes(num_ranks: int) -> int:
+    """Size of a rank's segment: the machine's memory, as far as addresses reach.
+
+    Every rank maps every segment, so that many ranks on a large machine would run out of the
+    128 TiB that a process can address; with their share of 4 TiB, many groups fit.
+    """
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(memory_bytes, _ADDRESSES_BYTES // num_ranks)
 
 
 def _disagreement(offers: Sequence[_Offer], group: Group) -> str:
