@@ -17,6 +17,21 @@ if TYPE_CHECKING:
     from ds_zero.core import StepReport, ZeroCore
     from ds_zero.data import DistributedLoader, RepeatingLoader
     from ds_zero.engine import Engine
+    from ds_zero.fragments import (
+        safe_get_full_fp32_param,
+        safe_get_full_grad,
+        safe_get_full_optimizer_state,
+        safe_get_local_fp32_param,
+        safe_get_local_grad,
+        safe_get_local_optimizer_state,
+        safe_set_full_fp32_param,
+        safe_set_full_grad,
+        safe_set_full_optimizer_state,
+        safe_set_local_fp32_param,
+        safe_set_local_grad,
+        safe_set_local_optimizer_state,
+        safe_update_full_grad_vectorized,
+    )
     from ds_zero.gathered import GatheredParameters
     from ds_zero.options import CoreOptions
     from ds_zero.schedules import add_tuning_arguments
@@ -35,6 +50,19 @@ __all__ = [
     "add_tuning_arguments",
     "checkpointing",
     "initialize",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
 ]
 
 _HOMES = {
@@ -49,6 +77,19 @@ _HOMES = {
     "ZeroCore": "ds_zero.core",
     "add_tuning_arguments": "ds_zero.schedules",
     "initialize": "ds_zero.builder",
+    "safe_get_full_fp32_param": "ds_zero.fragments",
+    "safe_get_full_grad": "ds_zero.fragments",
+    "safe_get_full_optimizer_state": "ds_zero.fragments",
+    "safe_get_local_fp32_param": "ds_zero.fragments",
+    "safe_get_local_grad": "ds_zero.fragments",
+    "safe_get_local_optimizer_state": "ds_zero.fragments",
+    "safe_set_full_fp32_param": "ds_zero.fragments",
+    "safe_set_full_grad": "ds_zero.fragments",
+    "safe_set_full_optimizer_state": "ds_zero.fragments",
+    "safe_set_local_fp32_param": "ds_zero.fragments",
+    "safe_set_local_grad": "ds_zero.fragments",
+    "safe_set_local_optimizer_state": "ds_zero.fragments",
+    "safe_update_full_grad_vectorized": "ds_zero.fragments",
 }
 
 

@@ -365,11 +365,19 @@ class ZeroCore:
         """
         if self.options.autocast is None or run.master.dtype == run.layout.dtype:
             return run.views
+        flat = self.full_masters(run)
+        return tuple(flat[s.start : s.stop].view(s.spec.shape) for s in run.layout.slots)
+
+    def full_masters(self, run: FlatRun) -> Tensor:
+        """The master values of a whole run, ``[numel]``; not to be written to.  Collective."""
+        if run.master.numel() == run.layout.numel:
+            return run.master
         flat = torch.empty(run.layout.numel, dtype=run.master.dtype, device=run.master.device)
         flat[slice(*run.layout.shard_range(run.shard))] = run.master_shard()
         self.collectives.gather(flat, run.layout.name).wait()
-        return tuple(flat[s.start : s.stop].view(s.spec.shape) for s in run.layout.slots)
+        return flat
 
+    @torch.no_grad()
     def load_values(self, values: Mapping[str, Tensor]) -> None:
         """Set parameters by name, in full precision.  All ranks pass the same values.
 
@@ -389,7 +397,7 @@ class ZeroCore:
                     if low < high:
                         part = flat[low - slot.start : high - slot.start]
                         run.master[low - begin : high - begin].copy_(part)
-                    if not unit.releasable:
+                    if unit.presence is Presence.PRESENT:
                         view.copy_(value)
         self._note_versions()
 

@@ -7,7 +7,7 @@ do nothing, so it raises.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -171,10 +171,12 @@ class TorchAdapter:
             ((p.spec, q) for pieces in self._pieces for p, q in pieces if p.numel == p.spec.numel),
         )
 
-    def load(self, source: StateSource) -> None:
+    def load(self, source: StateSource, names: Collection[str] | None = None) -> None:
         """See :meth:`ds_zero.optim.base.ShardOptimizer.load`."""
         for piece, param in (item for pieces in self._pieces for item in pieces):
             name = piece.spec.name
+            if names is not None and name not in names:
+                continue
             states: dict[str, Tensor] = {}
             for kind in sorted(source.kinds(name)):
                 shape = source.shape(kind, name)
@@ -262,9 +264,11 @@ class OwnerAdapter:
             self._taken, ((whole.spec, param) for whole, param in self._stand_ins.values())
         )
 
-    def load(self, source: StateSource) -> None:
+    def load(self, source: StateSource, names: Collection[str] | None = None) -> None:
         """See :meth:`ds_zero.optim.base.ShardOptimizer.load`."""
         for name, (whole, param) in self._stand_ins.items():
+            if names is not None and name not in names:
+                continue
             master = self._runs[whole.run].master
             dtype = torch.promote_types(master.dtype, torch.float32)
             states: dict[str, Tensor] = {}

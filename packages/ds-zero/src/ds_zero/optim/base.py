@@ -9,7 +9,7 @@ schedule that writes ``group["lr"]`` acts on both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -148,6 +148,6 @@ class ShardOptimizer(Protocol):
         """Shapes of states that are shaped unlike their parameter: name -> kind -> shape."""
         ...
 
-    def load(self, source: StateSource) -> None:
-        """Replace all states with stored ones."""
+    def load(self, source: StateSource, names: Collection[str] | None = None) -> None:
+        """Replace all states, or only those of parameters in ``names``, with stored ones."""
         ...

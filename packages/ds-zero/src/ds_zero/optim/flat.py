@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -273,12 +273,14 @@ class FlatOptimizer(torch.optim.Optimizer):
         """See :meth:`ds_zero.optim.base.ShardOptimizer.state_shapes`."""
         return {}
 
-    def load(self, source: StateSource) -> None:
+    def load(self, source: StateSource, names: Collection[str] | None = None) -> None:
         """See :meth:`ds_zero.optim.base.ShardOptimizer.load`."""
         for room in self._rooms:
             self._complete(room)
             for index, piece in enumerate(room.pieces):
                 name = piece.spec.name
+                if names is not None and name not in names:
+                    continue
                 room.steps[index] = int(source.scalars(name).get("step", 0))
                 room.fresh[index] = not source.kinds(name).issuperset(self.stored_kinds(room))
                 self._load_piece(room, piece, source)
