@@ -33,6 +33,18 @@ if TYPE_CHECKING:
         safe_update_full_grad_vectorized,
     )
     from ds_zero.gathered import GatheredParameters
+    from ds_zero.leaf_modules import (
+        get_z3_leaf_modules,
+        set_z3_leaf_module,
+        set_z3_leaf_modules,
+        set_z3_leaf_modules_by_name,
+        set_z3_leaf_modules_by_suffix,
+        unset_z3_leaf_modules,
+        unset_z3_leaf_modules_by_name,
+        unset_z3_leaf_modules_by_suffix,
+        z3_leaf_module,
+        z3_leaf_parameter,
+    )
     from ds_zero.options import CoreOptions
     from ds_zero.schedules import add_tuning_arguments
 
@@ -49,6 +61,7 @@ __all__ = [
     "__version__",
     "add_tuning_arguments",
     "checkpointing",
+    "get_z3_leaf_modules",
     "initialize",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
@@ -63,6 +76,15 @@ __all__ = [
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules",
+    "unset_z3_leaf_modules_by_name",
+    "unset_z3_leaf_modules_by_suffix",
+    "z3_leaf_module",
+    "z3_leaf_parameter",
 ]
 
 _HOMES = {
@@ -90,6 +112,16 @@ _HOMES = {
     "safe_set_local_grad": "ds_zero.fragments",
     "safe_set_local_optimizer_state": "ds_zero.fragments",
     "safe_update_full_grad_vectorized": "ds_zero.fragments",
+    "get_z3_leaf_modules": "ds_zero.leaf_modules",
+    "set_z3_leaf_module": "ds_zero.leaf_modules",
+    "set_z3_leaf_modules": "ds_zero.leaf_modules",
+    "set_z3_leaf_modules_by_name": "ds_zero.leaf_modules",
+    "set_z3_leaf_modules_by_suffix": "ds_zero.leaf_modules",
+    "unset_z3_leaf_modules": "ds_zero.leaf_modules",
+    "unset_z3_leaf_modules_by_name": "ds_zero.leaf_modules",
+    "unset_z3_leaf_modules_by_suffix": "ds_zero.leaf_modules",
+    "z3_leaf_module": "ds_zero.leaf_modules",
+    "z3_leaf_parameter": "ds_zero.leaf_modules",
 }
 
 

@@ -3,10 +3,11 @@
 [Note: choosing units]
 Blocks come from the classes the user names (``zero_optimization.leaf_module``), else from those
 the model names (``_no_split_modules`` of Hugging Face models), else from classes that occur more
-than once in a ``ModuleList`` or ``Sequential``.  Of nested candidates the outermost counts.  What
-is left is cut by owner: a module whose own parameters are large (an embedding, an output
-projection) is a unit of its own, small ones share buckets.  Parameters that are tiny, or that
-have no NaN, are *resident*: they stay whole at every stage and form units without hooks.
+than once in a ``ModuleList`` or ``Sequential``; modules marked as leaves join them (see
+[Note: leaf modules]).  Of nested candidates the outermost counts.  What is left is cut by owner: a
+module whose own parameters are large (an embedding, an output projection) is a unit of its own,
+small ones share buckets.  Parameters that are tiny, or that have no NaN, are *resident*: they stay
+whole at every stage and form units without hooks.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import nn
 
 from ds_comm.errors import ConfigError
 from ds_zero.layout import ParamSpec, UnitSpec
+from ds_zero.leaf_modules import get_z3_leaf_modules, z3_leaf_module
 
 __all__ = ["UnitPlan", "UnitRules", "model_blocks", "param_names", "plan_units"]
 
@@ -148,7 +150,11 @@ def model_blocks(model: nn.Module, rules: UnitRules) -> list[tuple[str, nn.Modul
     Raises:
         ConfigError: A class or name that the user gave does not occur in the model.
     """
+    if z3_leaf_module(model):
+        return [("root", model)]
     matches = _user_blocks(model, rules) or _declared_blocks(model) or _repeated_blocks(model)
+    wanted = {id(module) for _, module in matches} | set(map(id, get_z3_leaf_modules(model)))
+    matches = [(name, module) for name, module in model.named_modules() if id(module) in wanted]
     chosen: list[tuple[str, nn.Module]] = []
     seen: set[int] = set()
     for name, module in matches:
