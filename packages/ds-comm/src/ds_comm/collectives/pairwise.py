@@ -91,7 +91,10 @@ class _Exchange:
 
     what: str
     group: Group
+    announced: list[dist.Work] = field(default_factory=list)
+    """Sends of headers."""
     sends: list[dist.Work] = field(default_factory=list)
+    """Sends of payloads."""
     receives: list[_Receive] = field(default_factory=list)
 
     def finish(self) -> None:
@@ -104,6 +107,9 @@ class _Exchange:
         for receive in self.receives:
             self._wait(receive.header_work, receive.peer)
             if not torch.equal(receive.header, receive.expected):
+                # This rank may be about to end: the peers must have its header to know why.
+                for work in self.announced:
+                    self._wait(work, None)
                 raise divergence(
                     self.group.ranks[self.group.rank],
                     _describe(receive.expected),
@@ -112,7 +118,7 @@ class _Exchange:
                 )
         for receive in self.receives:
             self._wait(receive.payload_work, receive.peer)
-        for work in self.sends:
+        for work in (*self.announced, *self.sends):
             self._wait(work, None)
 
     def _wait(self, work: dist.Work, peer: int | None) -> None:
@@ -278,7 +284,8 @@ class PairwiseCollectives:
         handle, target = self.group.handle, self.group.ranks[peer]
         header_work = dist.isend(message.header, dst=target, group=handle, tag=message.tag)
         payload_work = dist.isend(payload, dst=target, group=handle, tag=message.payload_tag)
-        exchange.sends += [self._posted(header_work), self._posted(payload_work)]
+        exchange.announced.append(self._posted(header_work))
+        exchange.sends.append(self._posted(payload_work))
 
     def _receive(self, exchange: _Exchange, peer: int, message: _Message, payload: Tensor) -> None:
         """Post the buffers for header and payload from one peer."""
