@@ -109,6 +109,21 @@ class Native:
         /,
     ) -> None: ...
 
+    # gated_activation
+    def gated_activation_(
+        self, out: Tensor, gate: Tensor, up: Tensor | None, activation: int, /
+    ) -> None: ...
+    def gated_activation_backward_(
+        self,
+        grad_gate: Tensor,
+        grad_up: Tensor | None,
+        grad: Tensor,
+        gate: Tensor,
+        up: Tensor | None,
+        activation: int,
+        /,
+    ) -> None: ...
+
     # layer_norm
     def layer_norm_(
         self,
@@ -158,6 +173,21 @@ class Native:
         s: Tensor,
         weight: Tensor | None,
         rstd: Tensor,
+        /,
+    ) -> None: ...
+
+    # rotary
+    def rotary_(
+        self,
+        query_out: Tensor,
+        key_out: Tensor | None,
+        query: Tensor,
+        key: Tensor | None,
+        cosine: Tensor,
+        sine: Tensor,
+        positions: Tensor | None,
+        interleaved: bool,
+        inverse: bool,
         /,
     ) -> None: ...
 

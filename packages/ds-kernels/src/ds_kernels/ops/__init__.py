@@ -16,6 +16,7 @@ OP_MODULES: tuple[str, ...] = (
     "bias_activation",
     "block_sparse_attention",
     "evoformer_attention",
+    "gated_activation",
     "grouped_matmul",
     "kv_cache",
     "layer_norm",
@@ -25,6 +26,7 @@ OP_MODULES: tuple[str, ...] = (
     "ragged_gather",
     "random_ltd",
     "rms_norm",
+    "rotary",
 )
 """Names of the modules here, in alphabetical order."""
 
