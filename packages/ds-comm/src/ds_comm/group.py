@@ -44,3 +44,10 @@ class Group:
             rank=dist.get_rank(),
             handle=dist.group.WORLD,
         )
+
+    @staticmethod
+    def of(handle: dist.ProcessGroup) -> Group:
+        """The group of torch's ``handle``, which this process belongs to."""
+        ranks = tuple(dist.get_process_group_ranks(handle))
+        place = dist.get_group_rank(handle, dist.get_rank())
+        return Group(ranks=ranks, rank=place, handle=handle if len(ranks) > 1 else None)

@@ -107,7 +107,7 @@ def groups_of(mpu: object) -> MpuGroups:
             mpu.get_sequence_parallel_rank(),
             mpu.get_sequence_parallel_world_size(),
         )
-        shard = _taken(mpu.get_sequence_data_parallel_group())
+        shard = Group.of(mpu.get_sequence_data_parallel_group())
     shape = MeshShape(pipe=pipe.size, shard=data.size, sequence=sequence.size, tensor=tensor.size)
     world = Group.world()
     if shape.world_size != world.size or shard.size != data.size * sequence.size:
@@ -162,14 +162,8 @@ def _pipe(mpu: object, rank: int) -> Group:
     return Group.solo(rank)
 
 
-def _taken(handle: dist.ProcessGroup) -> Group:
-    ranks = tuple(dist.get_process_group_ranks(handle))
-    place = dist.get_group_rank(handle, dist.get_rank())
-    return Group(ranks=ranks, rank=place, handle=handle if len(ranks) > 1 else None)
-
-
 def _group(name: str, handle: dist.ProcessGroup, rank: int, world_size: int) -> Group:
-    group = _taken(handle)
+    group = Group.of(handle)
     if (group.rank, group.size) != (rank, world_size):
         raise MeshError(
             f"the mpu contradicts itself: get_{name}_group has {group.size} ranks and this is "

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         safe_update_full_grad_vectorized,
     )
     from ds_zero.gathered import GatheredParameters
+    from ds_zero.init import Init
     from ds_zero.leaf_modules import (
         get_z3_leaf_modules,
         set_z3_leaf_module,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
         z3_leaf_module,
         z3_leaf_parameter,
     )
+    from ds_zero.on_device import OnDevice
     from ds_zero.options import CoreOptions
     from ds_zero.schedules import add_tuning_arguments
 
@@ -54,7 +56,9 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "GatheredParameters",
+    "Init",
     "Initialized",
+    "OnDevice",
     "RepeatingLoader",
     "StepReport",
     "ZeroCore",
@@ -93,7 +97,9 @@ _HOMES = {
     "Engine": "ds_zero.engine",
     "EngineConfig": "ds_zero.config",
     "GatheredParameters": "ds_zero.gathered",
+    "Init": "ds_zero.init",
     "Initialized": "ds_zero.builder",
+    "OnDevice": "ds_zero.on_device",
     "RepeatingLoader": "ds_zero.data",
     "StepReport": "ds_zero.core",
     "ZeroCore": "ds_zero.core",

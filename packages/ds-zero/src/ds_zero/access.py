@@ -10,22 +10,27 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import nn
 
 from ds_comm.errors import EngineError
-from ds_zero.flat import Presence, Unit
+from ds_zero.flat import Unit
+from ds_zero.presence import Presence, Present
 
 __all__ = ["ParameterTable", "watch_reads"]
 
-OnRead = Callable[[Unit], None]
+OnRead = Callable[[Any], None]
 
 
 class ParameterTable(dict[str, nn.Parameter | None]):
     """The parameters of one module; a lookup reports the unit that it belongs to."""
 
     def __init__(
-        self, params: Mapping[str, nn.Parameter | None], units: Mapping[int, Unit], report: OnRead
+        self,
+        params: Mapping[str, nn.Parameter | None],
+        units: Mapping[int, Present],
+        report: OnRead,
     ) -> None:
         """Take over ``params``; call ``report`` with the unit of each parameter that is read."""
         super().__init__(params)

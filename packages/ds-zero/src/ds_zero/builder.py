@@ -23,6 +23,7 @@ from ds_zero.core import ZeroCore
 from ds_zero.data import DistributedLoader
 from ds_zero.engine import Engine
 from ds_zero.gradients import Averaging
+from ds_zero.init import building_suspended
 from ds_zero.optim import attach_optimizer, granularity_of, optimizer_from_config
 from ds_zero.options import CoreOptions
 from ds_zero.precision import AutocastChoice, ScalePolicy
@@ -45,6 +46,7 @@ class Initialized(NamedTuple):
     scheduler: Schedule | None
 
 
+@building_suspended()
 def initialize(
     args: Namespace | None = None,
     model: nn.Module | None = None,

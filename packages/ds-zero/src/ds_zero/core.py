@@ -25,6 +25,7 @@ from ds_zero.gradients import GradientFlow
 from ds_zero.guards import guard_state_dicts
 from ds_zero.held import share_held
 from ds_zero.layout import ModelLayout
+from ds_zero.newborn_access import unguard_newborns
 from ds_zero.non_finite import NonFinite, find_non_finite
 from ds_zero.optim.base import OptimizedRun, ShardOptimizer, StepGradients
 from ds_zero.options import CoreOptions
@@ -107,6 +108,7 @@ class ZeroCore:
             narrow_masters=options.narrow_masters,
             allocator=collectives.allocator,
         )
+        unguard_newborns(model)
         if options.buffer_dtype is not None:
             cast_buffers(model, options.buffer_dtype)
         for buffer in model.buffers():

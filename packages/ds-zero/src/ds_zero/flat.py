@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 import torch
 from torch import Tensor, nn
@@ -26,24 +25,15 @@ from ds_comm.collectives import Allocator
 from ds_comm.errors import EditError
 from ds_zero.layout import ModelLayout, Run, UnitLayout
 from ds_zero.memory import FlatBuffer, flat_buffer
+from ds_zero.nursery import hand_over
+from ds_zero.presence import Presence, Present
 from ds_zero.stages import Extent, Stage
 from ds_zero.units import UnitPlan
 
-__all__ = ["FlatRun", "Presence", "Unit", "build_units"]
+__all__ = ["FlatRun", "Presence", "Present", "Unit", "build_units"]
 
 Broadcast = Callable[[Tensor], None]
 """Overwrites a tensor on every rank with that of rank 0."""
-
-
-class Presence(Enum):
-    """Where the full values of a unit are."""
-
-    RELEASED = "released"
-    """Only shards exist; parameters read as NaN."""
-    GATHERING = "gathering"
-    """A gather is in flight."""
-    PRESENT = "present"
-    """Parameters are views of the filled flat buffer."""
 
 
 @dataclass(frozen=True)
@@ -260,9 +250,14 @@ def _build_run(
         if master_dtype == run.dtype
         else torch.zeros(run.numel, dtype=master_dtype, device=device)
     )
+    shared = True
     for slot, param in zip(run.slots, members, strict=True):
-        whole[slot.start : slot.stop].copy_(param.detach().reshape(-1))
-    broadcast(whole)
+        target = whole[slot.start : slot.stop]
+        if not hand_over(param, target):
+            target.copy_(param.detach().reshape(-1))
+            shared = False
+    if not shared:  # what Init has sharded is the same on every rank already
+        broadcast(whole)
     if whole is not flat:
         flat.copy_(whole)
     bounds = (0, run.numel) if keeps_all else run.shard_range(shard)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable
 from types import TracebackType
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ds_comm.errors import EditError, EngineError
 from ds_zero.core import ZeroCore
 from ds_zero.flat import Unit
+from ds_zero.init import settle_all
+from ds_zero.newborn_access import NewbornGather
+from ds_zero.nursery import newborn_of
 from ds_zero.registry import core_of
+from ds_zero.tensors import fingerprint
 
 __all__ = ["GatheredParameters"]
 
@@ -54,7 +57,9 @@ class GatheredParameters:
             found = [params]
         else:
             found = [item[1] if isinstance(item, tuple) else item for item in params]
-        self._params = [p for p in found if enabled and core_of(p) is not None]
+        self._given = found if enabled else []
+        self._params = [p for p in self._given if core_of(p) is not None]
+        self._newborns: NewbornGather | None = None
         self._modifier_rank = modifier_rank
         self._core: ZeroCore | None = None
         self._units: list[Unit] = []
@@ -67,8 +72,12 @@ class GatheredParameters:
             EngineError: The parameters belong to several engines, the context is active already,
                 or ``modifier_rank`` is no rank.
         """
-        if self._core is not None:
+        if self._core is not None or self._newborns is not None:
             raise EngineError("GatheredParameters: this context is active already; make another")
+        settle_all()
+        newborns = [param for param in self._given if newborn_of(param) is not None]
+        if newborns:
+            self._newborns = NewbornGather(newborns, self._modifier_rank)
         cores = {id(core): core for core in map(core_of, self._params) if core is not None}
         if len(cores) > 1:
             raise EngineError("GatheredParameters: the parameters belong to several engines")
@@ -99,6 +108,13 @@ class GatheredParameters:
         Raises:
             EditError: Something changed and ``modifier_rank`` is None.
         """
+        newborns, self._newborns = self._newborns, None
+        if newborns is not None:
+            try:
+                if kind is None:
+                    newborns.settle()
+            finally:
+                newborns.close()
         core = self._core
         if core is None:
             return
@@ -159,17 +175,3 @@ class GatheredParameters:
                 param.data = view
                 replaced.add(id(param))
         return replaced
-
-
-def fingerprint(tensor: Tensor) -> int:
-    """Return a checksum of the tensor's bytes.
-
-    Args:
-        tensor: Contiguous, any dtype and device.
-    """
-    raw = tensor.detach().reshape(-1).view(torch.uint8)
-    if raw.is_cpu:
-        return zlib.crc32(raw.numpy().data) if raw.numel() else 0
-    wide = raw.to(torch.int64)
-    place = torch.arange(1, wide.numel() + 1, device=wide.device)
-    return int((wide * place).sum())

@@ -8,18 +8,23 @@ second gets copies.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_comm.errors import EngineError
-from ds_zero.flat import Presence, Unit
+from ds_zero.presence import Presence, Present
 
-__all__ = ["guard_state_dicts"]
+__all__ = ["any_released", "for_this_one", "guard_state_dict", "guard_state_dicts"]
 
 
-def guard_state_dicts(model: nn.Module, units: Mapping[int, Unit]) -> list[RemovableHandle]:
+OwnUnits = Callable[[], Mapping[str, Present]]
+"""What the parameters that a module itself owns belong to at present, by attribute name."""
+
+
+def guard_state_dicts(model: nn.Module, units: Mapping[int, Present]) -> list[RemovableHandle]:
     """Install the guards on every module that owns a releasable parameter.
 
     Args:
@@ -33,17 +38,30 @@ def guard_state_dicts(model: nn.Module, units: Mapping[int, Unit]) -> list[Remov
     for name, module in model.named_modules():
         own = {key: units[id(p)] for key, p in module._parameters.items() if id(p) in units}
         if own:
-            label = name or type(module).__name__
-            for register, hook in (
-                (module.register_state_dict_pre_hook, _before_save(label, own)),
-                (module.register_state_dict_post_hook, _after_save(own)),
-                (module.register_load_state_dict_pre_hook, _before_load(label, own)),
-            ):
-                handles.append(register(_for_this_one(module, hook)))
+            handles += guard_state_dict(module, name or type(module).__name__, partial(dict, own))
     return handles
 
 
-def _for_this_one(owner: nn.Module, hook: Callable[..., None]) -> Callable[..., None]:
+def guard_state_dict(module: nn.Module, name: str, own: OwnUnits) -> list[RemovableHandle]:
+    """Install the guards on one module.
+
+    Args:
+        module: Owns releasable parameters.
+        name: What messages call it.
+        own: Called whenever the module is stored or loaded.
+
+    Returns:
+        Handles that remove them.
+    """
+    pairs: tuple[tuple[Callable[..., RemovableHandle], Callable[..., None]], ...] = (
+        (module.register_state_dict_pre_hook, _before_save(name, own)),
+        (module.register_state_dict_post_hook, _after_save(own)),
+        (module.register_load_state_dict_pre_hook, _before_load(name, own)),
+    )
+    return [register(for_this_one(module, hook)) for register, hook in pairs]
+
+
+def for_this_one(owner: nn.Module, hook: Callable[..., None]) -> Callable[..., None]:
     """Keep a hook from acting on copies of its module, which share it."""
 
     def call(module: nn.Module, *args: Any) -> None:
@@ -53,13 +71,14 @@ def _for_this_one(owner: nn.Module, hook: Callable[..., None]) -> Callable[..., 
     return call
 
 
-def _any_released(units: Mapping[str, Unit]) -> bool:
+def any_released(units: Mapping[str, Present]) -> bool:
+    """Whether one of ``units`` is not readable."""
     return any(unit.presence is not Presence.PRESENT for unit in units.values())
 
 
-def _before_save(name: str, units: Mapping[str, Unit]) -> Callable[..., None]:
+def _before_save(name: str, own: OwnUnits) -> Callable[..., None]:
     def check(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if _any_released(units):
+        if any_released(own()):
             raise EngineError(
                 f"state_dict() of {name!r}: its parameters are sharded over the ranks. Call "
                 "engine.module_state_dict() or engine.save_16bit_model() on every rank, or call "
@@ -69,9 +88,9 @@ def _before_save(name: str, units: Mapping[str, Unit]) -> Callable[..., None]:
     return check
 
 
-def _after_save(units: Mapping[str, Unit]) -> Callable[..., None]:
+def _after_save(own: OwnUnits) -> Callable[..., None]:
     def copy(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for key in units:
+        for key in own():
             value = state.get(prefix + key)
             if isinstance(value, Tensor):
                 state[prefix + key] = value.detach().clone()
@@ -79,9 +98,9 @@ def _after_save(units: Mapping[str, Unit]) -> Callable[..., None]:
     return copy
 
 
-def _before_load(name: str, units: Mapping[str, Unit]) -> Callable[..., None]:
+def _before_load(name: str, own: OwnUnits) -> Callable[..., None]:
     def check(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
-        if any(prefix + key in state for key in units) and _any_released(units):
+        if any(prefix + key in state for key in own()) and any_released(own()):
             raise EngineError(
                 f"load_state_dict() of {name!r}: its parameters are sharded over the ranks. Call "
                 "engine.load_module_state_dict(state_dict) on every rank."
