@@ -20,10 +20,10 @@ from ds_comm.collectives import all_reduce, gather_objects
 from ds_comm.errors import DivergenceError, EditError, EngineError
 from ds_zero.core import ZeroCore
 from ds_zero.flat import FlatRun, Unit
-from ds_zero.gathered import fingerprint
 from ds_zero.gradients import RunGradients, own_shard
 from ds_zero.optim.base import ShardOptimizer, StateRange
 from ds_zero.registry import core_of
+from ds_zero.tensors import fingerprint
 
 __all__ = [
     "safe_get_full_fp32_param",
