@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         safe_set_local_optimizer_state,
         safe_update_full_grad_vectorized,
     )
+    from ds_zero.gather_once import unwrap_model_for_generation
     from ds_zero.gathered import GatheredParameters
     from ds_zero.init import Init
     from ds_zero.leaf_modules import (
@@ -87,6 +88,7 @@ __all__ = [
     "unset_z3_leaf_modules",
     "unset_z3_leaf_modules_by_name",
     "unset_z3_leaf_modules_by_suffix",
+    "unwrap_model_for_generation",
     "z3_leaf_module",
     "z3_leaf_parameter",
 ]
@@ -128,6 +130,7 @@ _HOMES = {
     "unset_z3_leaf_modules_by_suffix": "ds_zero.leaf_modules",
     "z3_leaf_module": "ds_zero.leaf_modules",
     "z3_leaf_parameter": "ds_zero.leaf_modules",
+    "unwrap_model_for_generation": "ds_zero.gather_once",
 }
 
 

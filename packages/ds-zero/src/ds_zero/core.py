@@ -194,6 +194,7 @@ class ZeroCore:
         """
         if self.optimizer is None:
             raise EngineError("step(): the engine was built without an optimiser")
+        self.check_not_held("step()")
         self.tracker.end_step()
         self._check_edits()
         names = [unit.name for unit in self.units]
@@ -208,6 +209,19 @@ class ZeroCore:
         self.forget_gradients()
         self.trace.reset()
         return StepReport(agreement.grad_norm, problem is None, problem)
+
+    def check_not_held(self, verb: str) -> None:
+        """Raise if a context keeps values gathered that are about to change.
+
+        Raises:
+            EngineError: One does.
+        """
+        held = [unit.name for unit in self.units if unit.releasable and unit.held]
+        if held:
+            raise EngineError(
+                f"{verb} inside of a context that keeps {held[0]!r} gathered: it would go on with "
+                "the old values. Leave the context first."
+            )
 
     def reduce_gradients(self) -> None:
         """Reduce what backward has left local.  Collective."""

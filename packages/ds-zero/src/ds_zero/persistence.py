@@ -269,6 +269,7 @@ def _try_open(
 
 
 def _load_weights(core: ZeroCore, checkpoint: Checkpoint) -> None:
+    core.check_not_held("load_checkpoint()")
     core.tracker.end_step()
     core.gradients.clear()
     excluded = set(checkpoint.manifest.excluded)

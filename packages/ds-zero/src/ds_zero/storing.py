@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from ds_comm.errors import CheckpointError
 from ds_zero.checkpoint.folders import normalise_tag
 from ds_zero.export import full_state_dict, load_state_dict, save_weights
+from ds_zero.gather_once import gathered_units
 from ds_zero.persistence import load_engine, save_engine
 from ds_zero.readings import EngineReadings
 
@@ -39,6 +41,28 @@ class EngineStorage(EngineReadings):
             CheckpointError: Names or shapes do not fit.
         """
         load_state_dict(self.core, state_dict, strict=strict)
+
+    def gathered(self, max_bytes: int | None = None) -> AbstractContextManager[int]:
+        """Keep parameters gathered over many forwards, for evaluation and generation.
+
+        Collective at the entry; see [Note: gather once] in ``gather_once``.  At stages 0 to 2
+        nothing has to be done, and nothing is.
+
+        Example::
+
+            with engine.gathered():
+                tokens = engine.module.generate(prompt, max_new_tokens=100)
+
+        Args:
+            max_bytes: Bytes that may be kept on this device; None keeps everything.
+
+        Returns:
+            A context; it gives the number of units that did not fit.
+
+        Raises:
+            EditError: At the exit: a parameter was written to inside of the block.
+        """
+        return gathered_units(self.core, max_bytes)
 
     def save_16bit_model(
         self,
