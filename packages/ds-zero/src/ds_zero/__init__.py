@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ds_zero.core import StepReport, ZeroCore
     from ds_zero.data import DistributedLoader, RepeatingLoader
     from ds_zero.engine import Engine
+    from ds_zero.external import register_external_parameter, unregister_external_parameter
     from ds_zero.fragments import (
         safe_get_full_fp32_param,
         safe_get_full_grad,
@@ -68,6 +69,7 @@ __all__ = [
     "checkpointing",
     "get_z3_leaf_modules",
     "initialize",
+    "register_external_parameter",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
@@ -85,6 +87,7 @@ __all__ = [
     "set_z3_leaf_modules",
     "set_z3_leaf_modules_by_name",
     "set_z3_leaf_modules_by_suffix",
+    "unregister_external_parameter",
     "unset_z3_leaf_modules",
     "unset_z3_leaf_modules_by_name",
     "unset_z3_leaf_modules_by_suffix",
@@ -131,6 +134,8 @@ _HOMES = {
     "z3_leaf_module": "ds_zero.leaf_modules",
     "z3_leaf_parameter": "ds_zero.leaf_modules",
     "unwrap_model_for_generation": "ds_zero.gather_once",
+    "register_external_parameter": "ds_zero.external",
+    "unregister_external_parameter": "ds_zero.external",
 }
 
 

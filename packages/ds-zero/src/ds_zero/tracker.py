@@ -24,7 +24,7 @@ itself and reduces nothing: its gradients wait for the real one.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -34,6 +34,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_comm.errors import EngineError
 from ds_zero.access import watch_reads
+from ds_zero.external import external_users
 from ds_zero.flat import Presence, Unit
 from ds_zero.gradients import GradientFlow
 from ds_zero.precision.entry import ScaleEntry
@@ -88,21 +89,17 @@ class Tracker:
         self._nets_needed = any(unit.releasable for unit in units)
         self._enclosers = _enclosers(units)
         self._handles: list[RemovableHandle] = []
+        self._users: dict[tuple[int, int], list[RemovableHandle]] = {}
+        """Hooks on modules that use a unit without owning any of it."""
+        self._unit_of = {id(param): unit for unit in units for param in unit.params}
         self._install(model)
 
     def _install(self, model: nn.Module) -> None:
         for unit in self._units:
             for module in unit.modules:
-                self._handles.append(
-                    module.register_forward_pre_hook(
-                        self._entering(unit, module), prepend=True, with_kwargs=True
-                    )
-                )
-                self._handles.append(
-                    module.register_forward_hook(
-                        self._leaving(unit, module), with_kwargs=True, always_call=True
-                    )
-                )
+                self._handles += self._watch(unit, module)
+        for module, param in external_users(model):
+            self.add_user(param, module)
         self._handles.append(
             model.register_forward_pre_hook(self._entering_root(model), prepend=True)
         )
@@ -122,11 +119,43 @@ class Tracker:
                 # be gone before autograd adds to it.
                 self._handles.append(param.register_hook(_ArmFirst(weakref.ref(self))))
 
+    def _watch(self, unit: Unit, module: nn.Module) -> list[RemovableHandle]:
+        """Install the hooks by which ``module`` uses ``unit``."""
+        before = module.register_forward_pre_hook(
+            self._entering(unit, module), prepend=True, with_kwargs=True
+        )
+        after = module.register_forward_hook(
+            self._leaving(unit, module), with_kwargs=True, always_call=True
+        )
+        return [before, after]
+
+    def add_user(self, param: nn.Parameter, module: nn.Module) -> None:
+        """Let a module use a parameter that it does not own; see ``external``."""
+        unit = self._unit_of.get(id(param))
+        if unit is None or not unit.releasable:
+            return
+        if not any(module is owner for owner in unit.modules):
+            unit.modules = (*unit.modules, module)
+            self._enclosers = _enclosers(self._units)
+            self._users[unit.index, id(module)] = self._watch(unit, module)
+
+    def remove_user(self, param: nn.Parameter, module: nn.Module, others: Iterable[Any]) -> None:
+        """Undo :meth:`add_user`, unless the module uses ``others`` of the same unit."""
+        unit = self._unit_of[id(param)]
+        if any(self._unit_of.get(id(other)) is unit for other in others):
+            return
+        for handle in self._users.pop((unit.index, id(module)), ()):
+            handle.remove()
+            unit.modules = tuple(owner for owner in unit.modules if owner is not module)
+        self._enclosers = _enclosers(self._units)
+
     def remove(self) -> None:
         """Take every hook off the model."""
-        for handle in self._handles:
-            handle.remove()
+        for handles in (self._handles, *self._users.values()):
+            for handle in handles:
+                handle.remove()
         self._handles.clear()
+        self._users.clear()
         self._stop_watching()
 
     # ---- forward -----------------------------------------------------------------------------
