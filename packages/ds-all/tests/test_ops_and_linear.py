@@ -37,3 +37,34 @@ def test_linear() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_zero_and_utils() -> None:
+    """A script that builds under ``zero.Init`` and looks at single parameters."""
+    with deepspeed.zero.Init(config_dict_or_path={"train_batch_size": 1}):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    deepspeed.utils.set_z3_leaf_modules(model, [nn.Linear])
+    engine = deepspeed.initialize(
+        model=model,
+        config={
+            "train_batch_size": 1,
+            "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": 3},
+        },
+    )[0]
+    weight = engine.module[0].weight
+    before = deepspeed.utils.safe_get_full_fp32_param(weight)
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    # d sum / d weight: the column sums of the second weight, against inputs of one.
+    second = deepspeed.utils.safe_get_full_fp32_param(engine.module[1].weight)
+    wanted = second.sum(0)[:, None].expand(4, 4)
+    torch.testing.assert_close(
+        deepspeed.utils.safe_get_full_grad(weight), wanted, rtol=1e-6, atol=1e-6
+    )
+    engine.step()
+    assert not torch.equal(deepspeed.utils.safe_get_full_fp32_param(weight), before)
+    with deepspeed.zero.unwrap_model_for_generation(engine) as inner:
+        assert inner(torch.ones(1, 4)).shape == (1, 2)
+    with deepspeed.OnDevice(dtype=torch.bfloat16, device="meta"):
+        assert nn.Linear(2, 2).weight.is_meta
+    engine.destroy()
